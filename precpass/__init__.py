@@ -5,7 +5,7 @@ which are attributes (`pp.loss_scale.DynamicLossScale`):
 
 - `precpass.loss_scale`: loss scaling, for gradients in float16.
 - `precpass.numerics`: solvers, ladders of precisions, the checks of `with_fallback`, `calibrate`.
-- `precpass.quant`: weights in 8 bits, and delayed scaling.
+- `precpass.quant`: weights in 8 bits.
 - `precpass.report`: the reports that the functions return, `profile` and `between`.
 - `precpass.testing`: assertions for your tests.
 - `precpass.types`: the classes that plans and policies are made of, such as `Precision`.

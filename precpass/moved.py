@@ -6,7 +6,7 @@ import importlib
 import warnings
 from typing import Any
 
-__all__ = ["MOVED", "moved"]
+__all__ = ["MOVED", "absent", "moved"]
 
 _BY_PLACE = {
     "precpass.loss_scale": "DynamicLossScale LossScale MasterState NoOpLossScale ScaledState "
@@ -14,12 +14,25 @@ _BY_PLACE = {
     "skip_nonfinite",
     "precpass.numerics": "FallbackReport Health IllConditioned Ladder LeastSquares LinearSolve "
     "NonFinite OutOfRange Predicate Roles calibrate least_squares solve",
-    "precpass.quant": "DelayedScales QuantizedArray delayed_scaling quantized",
+    "precpass.quant": "QuantizedArray quantized",
     "precpass.report": "Audit Bisection Comparison Explanation Inspection Profile between profile",
     "precpass.types": "Action Decision EqnView Mixed OpKind Precision PrecisionPolicy",
 }
 MOVED = {name: place for place, names in _BY_PLACE.items() for name in names.split()}
 """The submodule in which each of them is now."""
+
+
+_LEFT = dict.fromkeys(
+    ("DelayedScales", "DelayedScaling", "LostValues", "delayed_scaling"),
+    ": delayed scaling is no longer supported, because it moved more memory than scales of the "
+    "present values. Use auto_mixed(f, 'AutoMixedF8')",
+)
+"""Names that were there once, with what to write instead."""
+
+
+def absent(module: str, name: str) -> AttributeError:
+    """The error for a name that a module does not have."""
+    return AttributeError(f"module {module!r} has no attribute {name!r}{_LEFT.get(name, '')}")
 
 
 def moved(name: str) -> Any:
@@ -29,7 +42,7 @@ def moved(name: str) -> Any:
         AttributeError: for a name that has not moved.
     """
     if name not in MOVED:
-        raise AttributeError(f"module 'precpass' has no attribute {name!r}")
+        raise absent("precpass", name)
     place = MOVED[name]
     text = f"precpass.{name} is now {place}.{name}; the old name goes away in 0.2"
     warnings.warn(text, DeprecationWarning, stacklevel=3)

@@ -1,16 +1,14 @@
-"""Weights in 8 bits, and the scales of matrix products in 8 bits, kept from step to step."""
+"""Weights in 8 bits."""
 
 from __future__ import annotations
 
-from precpass.numerics.delayed_records import LostValues
-from precpass.numerics.delayed_scaling import DelayedScales, DelayedScaling, delayed_scaling
+from typing import Any
+
+from precpass.moved import absent
 from precpass.numerics.quantized import QuantizedArray, quantized
 
-__all__ = [
-    "DelayedScales",
-    "DelayedScaling",
-    "LostValues",
-    "QuantizedArray",
-    "delayed_scaling",
-    "quantized",
-]
+__all__ = ["QuantizedArray", "quantized"]
+
+
+def __getattr__(name: str) -> Any:
+    raise absent(__name__, name)

@@ -3,9 +3,8 @@
 Three programs run forward: one product, a perceptron of eight layers, and a byte-level
 transformer (scripts/bench_models). Each runs in float32; in bfloat16, with weights that are cast in
 the call and with weights that were cast before; and in int8, with weights that are rounded in the
-call, with those of `precpass.quant.quantized`, and also with the scales of an earlier call
-(`precpass.quant.delayed_scaling`). Times are medians of interleaved rounds, ratios those within
-rounds.
+call and with those of `precpass.quant.quantized`. Times are medians of interleaved rounds, ratios
+those within rounds.
 
 With --targets nothing runs: one product of 1024 x 2048 x 2048 and six layers of it are compiled for
 TPUs and an H100. The figures are ratios to the same program in bfloat16 with weights ready: of the
@@ -45,18 +44,11 @@ ROUNDS = 9
 LAST = 50
 """So many of the last losses are averaged."""
 HEADS = SHAPES["medium"].heads
-TRAINED: dict[str, tuple[Any, bool]] = {
-    **{
-        name: (name, False)
-        for name in ("AlwaysF32", "AutoMixedBf16", "AutoMixedInt8", "AutoMixedF8")
-    },
-    "AutoMixedF8, weights' gradients in bf16": (
-        pp.AutoMixedF8.with_weight_gradients("bf16"),
-        False,
-    ),
-    "AutoMixedF8, delayed scaling": ("AutoMixedF8", True),
+TRAINED: dict[str, Any] = {
+    **{name: name for name in ("AlwaysF32", "AutoMixedBf16", "AutoMixedInt8", "AutoMixedF8")},
+    "AutoMixedF8, weights' gradients in bf16": pp.AutoMixedF8.with_weight_gradients("bf16"),
 }
-"""Policies, and whether their scales are those of earlier calls."""
+"""The policies that are trained under."""
 READY = "p=bf16,c=bf16"
 """The policy for weights that are bfloat16 before the call. Without `p` a product of a float32 and
 a bfloat16 operand is the user's own, in float32."""
@@ -120,11 +112,7 @@ def low(tree: Any) -> Any:
 def columns(fn: Program, params: Any, data: Any) -> dict[str, tuple[Program, Any]]:
     """The ways to run a program, each with its parameters."""
     bf16 = pp.auto_mixed(fn, "bf16")
-    # A single product is a first and last layer, so that only a rule multiplies it in 8 bits.
-    rule = pp.Rule(primitive="dot_general", precision="int8")
-    policy = pp.AutoMixedBf16.with_rules(rule) if fn is product else pp.AutoMixedInt8
-    int8, small = pp.auto_mixed(fn, policy), pp.quant.quantized(fn, policy)(params, data)
-    delayed = pp.quant.delayed_scaling(fn, policy)
+    int8, small = pp.auto_mixed(fn, "int8"), pp.quant.quantized(fn, "int8")(params, data)
 
     def of_ready(low: Any, data: Any) -> Any:
         wide = jax.tree.map(lambda a: a.astype(jnp.float32), low)
@@ -136,7 +124,6 @@ def columns(fn: Program, params: Any, data: Any) -> dict[str, tuple[Program, Any
         "bfloat16, weights ready": (jax.jit(of_ready), low(params)),
         "int8": (int8, params),
         "int8, weights ready": (int8, small),
-        "int8, weights and scales ready": (delayed.frozen(delayed.init(small, data)), small),
     }
 
 
@@ -182,27 +169,19 @@ def trained(steps: int) -> list[list[Any]]:
     gradient, state = jax.value_and_grad(loss), model.optimizer.init(model.params)
     wanted = flat(jax.jit(gradient)(model.params, data[0])[1])
     rows: list[list[Any]] = []
-    for name, (policy, is_delayed) in TRAINED.items():
-        delayed = pp.quant.delayed_scaling(gradient, policy) if is_delayed else None
-        scales = delayed.init(model.params, data[0]) if delayed else None
-
-        def graded(
-            scales: Any, params: Any, tokens: Any, delayed: Any = delayed, policy: Any = policy
-        ) -> tuple[Any, Any]:
-            if delayed is not None:
-                return delayed(scales, params, tokens)
-            return pp.auto_mixed(gradient, policy)(params, tokens), scales
+    for name, policy in TRAINED.items():
+        graded = pp.auto_mixed(gradient, policy)
 
         def step(state: Any, tokens: Any, graded: Any = graded) -> Any:
-            params, opt_state, scales = state
-            (value, grads), scales = graded(scales, params, tokens)
+            params, opt_state = state
+            value, grads = graded(params, tokens)
             updates, opt_state = model.optimizer.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state, scales), value
+            return (optax.apply_updates(params, updates), opt_state), value
 
-        found = flat(jax.jit(graded)(scales, model.params, data[0])[0][1])
+        found = flat(graded(model.params, data[0])[1])
         cosine = found @ wanted / np.linalg.norm(found) / np.linalg.norm(wanted)
         error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
-        _, losses = jax.jit(partial(jax.lax.scan, step))((model.params, state, scales), data)
+        _, losses = jax.jit(partial(jax.lax.scan, step))((model.params, state), data)
         last = round(float(np.mean(losses[-LAST:])), 4)
         rows.append([name, last, float(f"{error:.1e}"), round(float(cosine), 5)])
         print(rows[-1], flush=True)
@@ -245,23 +224,11 @@ def compiled_part() -> dict[str, Any]:
             one, _ = figures(target, single, small, x)
             both, _ = figures(target, single, small, ready[precision])
             ratios = [None if v is None else round(v / base, 2) for v in (both, one)]
-            delayed = pp.quant.delayed_scaling(perceptron, policy, history=4)
-            scales = jax.eval_shape(delayed.init, [small] * 6, x)
-
-            def frozen(scales: Any, ws: Any, x: Any, delayed: Any = delayed) -> Any:
-                return delayed.frozen(scales)(ws, x)
-
-            six = [
-                figures(target, pp.auto_mixed(perceptron, policy), [small] * 6, x),
-                figures(target, delayed, scales, [small] * 6, x),
-                figures(target, frozen, scales, [small] * 6, x),
-            ]
-            ratios += [round(v / layers, 2) for v, _ in six]
-            ratios += [round(own / temp, 2) if temp else None for _, own in six]
+            six, own = figures(target, pp.auto_mixed(perceptron, policy), [small] * 6, x)
+            ratios += [round(six / layers, 2), round(own / temp, 2) if temp else None]
             rows.append([target, precision, name, *ratios])
     heads = ["device", "in", "figure", "both operands ready", "weights ready", "six layers"]
-    heads += ["with delayed scaling", "with scales ready"]
-    heads += ["their temp", "temp, delayed", "temp, ready"]
+    heads += ["their temp"]
     title = f"Compiled for devices that are not there, jax {jax.__version__}, {today()}"
     return {"title": title, "tables": [{"columns": heads, "rows": rows}]}
 

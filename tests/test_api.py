@@ -287,6 +287,12 @@ def test_an_unknown_name_is_no_attribute():
         exec("from precpass import absent")
 
 
+@pytest.mark.parametrize("module", [pp, pp.quant])
+def test_a_name_that_has_left_says_what_to_write(module: Any):
+    with pytest.raises(AttributeError, match=r"no longer .* Use auto_mixed\(f, 'AutoMixedF8'\)"):
+        _ = module.delayed_scaling
+
+
 IMPORTED_IN_A_TRACE = """
 import sys, precpass as pp
 assert "jax" not in sys.modules

@@ -14,12 +14,11 @@ __all__ = ["FORMS", "forms_of", "in_form"]
 
 def _nothing_low(policy: PrecisionPolicy) -> PrecisionPolicy:
     return dataclasses.replace(
-        policy,
+        policy.with_scaled(None),
         name=f"{policy.title} by profitability='best'",  # for the reasons of decisions
         alias="",
         kinds=(Precision.F32,) * len(OpKind),
         orders=frozenset({OpKind.COMPUTE}),
-        scaled=None,
     )
 
 
@@ -27,7 +26,8 @@ def _without_storage(policy: PrecisionPolicy) -> PrecisionPolicy:
     """Elementwise work in float32 by order, so that nothing is stored in 16 bits."""
     kinds = dict(zip(OpKind, policy.kinds, strict=True)) | {OpKind.ELEMENTWISE: Precision.F32}
     orders = policy.orders | {OpKind.ELEMENTWISE}
-    return dataclasses.replace(policy, kinds=tuple(kinds.values()), orders=orders, scaled=None)
+    policy = policy.with_scaled(None)
+    return dataclasses.replace(policy, kinds=tuple(kinds.values()), orders=orders)
 
 
 _OF_8_BITS = "products of 8 bits"

@@ -73,7 +73,7 @@ from precpass.jaxpr.dots import (
 )
 from precpass.jaxpr.exact import constant_operands, exact, is_rounded_type, note_exact, with_float64
 from precpass.jaxpr.instrument import Look, Place, Ran
-from precpass.jaxpr.instrument_bodies import rows_of, watched
+from precpass.jaxpr.instrument_bodies import watched
 from precpass.jaxpr.loops import UNBOUNDED, has_loops, with_bounded_loops
 from precpass.jaxpr.opaque import Contents, contents_of
 from precpass.jaxpr.primitives.carrier import Form, carry, detach, is_detach, pin
@@ -95,7 +95,6 @@ from precpass.jaxpr.primitives.rounded import (
 from precpass.jaxpr.primitives.scaling import (
     Arithmetic,
     rounds_operand,
-    rounds_to_eight_bits,
     scaling,
 )
 from precpass.jaxpr.primitives.undifferentiated import undifferentiated
@@ -288,8 +287,6 @@ __all__ = [
     "resharded_along",
     "retyped",
     "rounds_operand",
-    "rounds_to_eight_bits",
-    "rows_of",
     "run",
     "scaling",
     "scope_of",

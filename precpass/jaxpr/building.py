@@ -225,14 +225,10 @@ class Builder:
 
     def byte_bits(self, atom: Atom) -> Any:
         """A value of 8 bits as integers, through which no derivative passes."""
-        if atom.aval.dtype == np.int8:
-            return atom
         return self._bitcast(atom, with_dtype(atom.aval, np.dtype(np.uint8)))
 
     def of_byte_bits(self, atom: Atom, dtype: Any) -> Any:
         """The value of 8 bits whose `byte_bits` are given; no derivative passes through it."""
-        if atom.aval.dtype == dtype:
-            return atom
         return self.detach(self._bitcast(atom, with_dtype(atom.aval, np.dtype(dtype))))
 
     def _bitcast(self, atom: Atom, aval: Aval) -> Any:

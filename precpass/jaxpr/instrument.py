@@ -6,7 +6,6 @@ A record has one row for each observed equation of the flattened program, in a f
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -19,10 +18,11 @@ from jax.extend import source_info_util
 
 from precpass.jaxpr.binding import bind, trace
 from precpass.jaxpr.bodies import hidden_jaxprs, name_of
-from precpass.jaxpr.primitives.scaling import rounds_to_eight_bits
+from precpass.jaxpr.primitives.scaling import rounds_operand
 from precpass.jaxpr.reading import (
     Source,
     consts_of,
+    in_avals,
     is_inexact,
     is_literal,
     open_jaxpr,
@@ -35,7 +35,6 @@ __all__ = [
     "Body",
     "Enter",
     "Entered",
-    "Evaluate",
     "LateLook",
     "Look",
     "LoopLook",
@@ -172,9 +171,6 @@ class Part:
 Entered = tuple[Sequence[Any], list[Part], tuple[Place, ...]]
 """The results of an equation, the record of what its bodies ran, and the places of its rows."""
 Enter = Callable[["Watch", Any, Sequence[Any]], Entered]
-Evaluate = Callable[[Any, Sequence[Any], Any], Sequence[Any]]
-"""Gives the results of an observed equation without bodies, of its operands and of what is given
-for its row."""
 
 
 class Body:
@@ -198,9 +194,6 @@ class Watch:
         look: what is recorded.
         dead: the ids of equations whose results nothing reads; they have no row.
         entered: enters an equation; None if it is not entered.
-        rows: how many rows the equations of an entered equation's bodies have.
-        given: a list of one array, which has an element for each row; () if nothing is given.
-        evaluate: evaluates the observed equations that are not entered, if there are given values.
     """
 
     def __init__(
@@ -208,16 +201,10 @@ class Watch:
         look: Look,
         dead: frozenset[int],
         entered: Callable[[Any], Enter | None],
-        rows: Callable[[Watch, Any], int],
-        given: Sequence[Any] = (),
-        evaluate: Evaluate | None = None,
     ) -> None:
         self.look = look
         self.dead = dead
         self.entered = entered
-        self.rows = rows
-        self.given = given
-        self.evaluate = evaluate
         self.traced: dict[Any, Body] = {}
 
     def run(
@@ -248,19 +235,16 @@ class Watch:
             stack = outside + eqn.source_info.name_stack
             user = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
             enter = None if id(eqn) in self.dead else self.entered(eqn)
-            if self.given and enter is not None and not self.rows(self, eqn):
-                enter = None
             with user, eqn.ctx.manager:
                 if enter is None:
-                    results = self._evaluated(eqn, operands, len(places))
+                    results = bind(eqn, operands)
                     has_row = self.sees(eqn)
                     if has_row:
                         places.append(_place(eqn))
                     if has_row or is_late:
                         ran.append(Ran(eqn, operands, results, has_row))
                 else:
-                    inside = self._with_given(len(places), eqn)
-                    results, recorded, inner = enter(inside, eqn, operands)
+                    results, recorded, inner = enter(self, eqn, operands)
                     if inner:
                         close()
                         parts += recorded
@@ -291,22 +275,6 @@ class Watch:
                 records.append(part.record)
         return self.concatenated(records)
 
-    def _evaluated(self, eqn: Eqn, operands: Sequence[Any], row: int) -> Sequence[Any]:
-        if self.evaluate is None or not self.sees(eqn):
-            return bind(eqn, operands)
-        (given,) = self.given
-        return self.evaluate(eqn, operands, given[row])
-
-    def _with_given(self, row: int, eqn: Eqn) -> Watch:
-        """The evaluation of an equation's bodies, with what is given for their rows."""
-        return self.with_part(row, row + self.rows(self, eqn)) if self.given else self
-
-    def with_part(self, start: int, stop: int) -> Watch:
-        """The same evaluation with a part of what is given."""
-        part = copy.copy(self)
-        part.given = [x[start:stop] for x in self.given]
-        return part
-
     def sees(self, eqn: Eqn) -> bool:
         """Whether an equation without bodies has a row."""
         inexact = any(is_inexact(v.aval) for v in eqn.outvars)
@@ -325,7 +293,7 @@ class Watch:
         return jax.tree.map(lambda *xs: lax.concatenate(xs, 0), *records)
 
     def body(self, jaxpr: Jaxpr) -> Body:
-        """A body with its record, traced once for all who call it; its first operands are given."""
+        """A body with its record, traced once for all who call it."""
         key = id(open_jaxpr(jaxpr)), jax.sharding.get_abstract_mesh()
         instrumented = self.traced.get(key)
         if instrumented is None:
@@ -333,25 +301,19 @@ class Watch:
             trees: list[Any] = []
 
             def run(*args: Any) -> list[Any]:
-                inside = copy.copy(self)
-                inside.given, own = args[: len(self.given)], args[len(self.given) :]
-                results, parts, inner = inside.run(jaxpr, own)
+                results, parts, inner = self.run(jaxpr, args)
                 places[:] = inner
                 leaves, tree = jax.tree.flatten(parts)
                 trees[:] = [tree]
                 return [*results, *leaves]
 
-            new = trace(run, *self.avals(jaxpr))
+            new = trace(run, *in_avals(jaxpr))
             if not hasattr(jaxpr, "consts"):
                 # on 0.10 the jaxpr of remat is open
                 assert not consts_of(new)
                 new = open_jaxpr(new)
             instrumented = self.traced[key] = Body(new, jaxpr, tuple(places), *trees)
         return instrumented
-
-    def avals(self, jaxpr: Jaxpr) -> list[Any]:
-        """The avals of the operands of a body with its record."""
-        return [*map(jax.typeof, self.given), *(v.aval for v in open_jaxpr(jaxpr).invars)]
 
     def split(self, results: Sequence[Any], places: int, own: int) -> tuple[list[Any], Record]:
         """Splits results into the equation's own and the finished record behind them."""
@@ -377,7 +339,7 @@ def varying(x: Any) -> Any:
 
 def _place(eqn: Eqn) -> Place:
     # Of such an equation the first result counts, also if it is int8, and not the float32 scale.
-    is_rounding = rounds_to_eight_bits(eqn)
+    is_rounding = rounds_operand(eqn)
     result = next(v.aval for v in eqn.outvars if is_rounding or is_inexact(v.aval))
     place = dataclasses.replace(place_of(eqn), dtype=str(result.dtype), shape=tuple(result.shape))
     return dataclasses.replace(place, is_entered=not hidden_jaxprs(eqn))

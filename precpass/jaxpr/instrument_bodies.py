@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from precpass.jaxpr.border_copies import scan_counts
 from precpass.jaxpr.instrument import (
     Enter,
     Entered,
-    Evaluate,
     Look,
     LoopLook,
     Part,
@@ -32,7 +30,7 @@ from precpass.jaxpr.instrument import (
 from precpass.jaxpr.reading import in_avals, open_jaxpr, out_avals
 from precpass.jaxpr.types import Eqn, Jaxpr
 
-__all__ = ["DROPS_RULES", "entered", "rows_of", "watched"]
+__all__ = ["DROPS_RULES", "entered", "watched"]
 
 
 def watched(
@@ -40,9 +38,6 @@ def watched(
     args: Sequence[Any],
     look: Look,
     dead: frozenset[int] = frozenset(),
-    *,
-    given: Any = None,
-    evaluate: Evaluate | None = None,
 ) -> tuple[list[Any], Record, tuple[Place, ...]]:
     """A jaxpr's results, and the record of its equations.
 
@@ -51,61 +46,22 @@ def watched(
         args: its operands.
         look: what is recorded.
         dead: the ids of equations whose results nothing reads; they have no row.
-        given: an array of `rows_of(jaxpr, look)` elements, one for each row. A `shard_map` is not
-            entered then.
-        evaluate: evaluates an equation that has a row, with the element for it.
 
     Returns:
         The results, the record, and the place of each of its rows.
     """
-    if given is None:
-        watch = Watch(look, dead, entered, _rows)
-    else:
-        watch = Watch(look, dead, _entered_with_given, _rows, [given], evaluate)
+    watch = Watch(look, dead, entered)
     results, parts, places = watch.run(jaxpr, args)
     return results, watch.finished(parts), places
-
-
-def rows_of(jaxpr: Jaxpr, look: Look) -> int:
-    """How many rows a record of a jaxpr's equations has, if a `shard_map` is not entered."""
-    return _rows_in(Watch(look, frozenset(), _entered_with_given, _rows), jaxpr)
-
-
-def _rows(watch: Watch, eqn: Eqn) -> int:
-    return sum(_rows_in(watch, body) for body in _observed(eqn))
-
-
-def _rows_in(watch: Watch, jaxpr: Jaxpr) -> int:
-    eqns = open_jaxpr(jaxpr).eqns
-    entered = [watch.entered(eqn) is not None for eqn in eqns]
-    each = (
-        _rows(watch, eqn) if is_entered else int(watch.sees(eqn))
-        for eqn, is_entered in zip(eqns, entered, strict=True)
-    )
-    return sum(each)
-
-
-def _observed(eqn: Eqn) -> list[Jaxpr]:
-    """The bodies of an entered equation whose equations have rows, in the order of the rows."""
-    if eqn.primitive.name == "cond":
-        return list(eqn.params["branches"])
-    if eqn.primitive.name == "while":
-        return [eqn.params["body_jaxpr"]]
-    if eqn.primitive.name == "custom_linear_solve":
-        return [_solving(eqn).jaxpr]
-    return [bodies(eqn)[0].jaxpr]
 
 
 def _jit(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     body = watch.body(eqn.params["jaxpr"])
     more = len(out_avals(body.jaxpr)) - len(eqn.outvars)
-    params, given = {**eqn.params, "jaxpr": body.jaxpr}, len(watch.given)
-    params["in_shardings"] = (*[_unspecified()] * given, *params["in_shardings"])
-    params["in_layouts"] = (*[None] * given, *params["in_layouts"])
-    params["donated_invars"] = (*[False] * given, *params["donated_invars"])
+    params = {**eqn.params, "jaxpr": body.jaxpr}
     params["out_shardings"] = (*params["out_shardings"], *[_unspecified()] * more)
     params["out_layouts"] = (*params["out_layouts"], *[None] * more)
-    results = bind(eqn, [*watch.given, *operands], params)
+    results = bind(eqn, operands, params)
     return *body.split(results, len(eqn.outvars)), body.places
 
 
@@ -120,10 +76,7 @@ def _unspecified() -> Any:
 def _call(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     inner = bodies(eqn)
     body = watch.body(inner[0].jaxpr)
-    params = dict(with_bodies(eqn, inner, [body.jaxpr]))
-    if isinstance(params.get("prevent_cse"), tuple):
-        params["prevent_cse"] = (*[False] * len(watch.given), *params["prevent_cse"])
-    results = bind(eqn, [*watch.given, *operands], params)
+    results = bind(eqn, operands, with_bodies(eqn, inner, [body.jaxpr]))
     return *body.split(results, len(eqn.outvars)), body.places
 
 
@@ -144,27 +97,21 @@ def _solving(eqn: Eqn) -> Body:
 
 
 def _cond(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
-    branches, given = eqn.params["branches"], len(watch.given)
-    counts = [_rows_in(watch, branch) for branch in branches] if given else [0] * len(branches)
-    ends = np.cumsum([0, *counts]).tolist()
-    parts = [watch.with_part(*pair) for pair in itertools.pairwise(ends)]
-    instrumented = [part.body(branch) for part, branch in zip(parts, branches, strict=True)]
+    instrumented = list(map(watch.body, eqn.params["branches"]))
     result_count = len(eqn.outvars)
 
     def branch(at: int) -> Any:
         def run(*args: Any) -> list[Any]:
-            own = [x[ends[at] : ends[at + 1]] for x in args[:given]]
-            ran = evaluate(instrumented[at].jaxpr, [*own, *args[given:]])
+            ran = evaluate(instrumented[at].jaxpr, args)
             results, parts = instrumented[at].split(ran, result_count)
             records = [watch.none(len(body.places)) for body in instrumented]
             records[at] = watch.finished(parts)
             return [*results, *jax.tree.leaves(watch.concatenated(records))]
 
-        return trace(run, *watch.avals(instrumented[at].original))
+        return trace(run, *in_avals(instrumented[at].original))
 
     new = tuple(map(branch, range(len(instrumented))))
-    index, *rest = operands
-    results = bind(eqn, [index, *watch.given, *rest], {**eqn.params, "branches": new})
+    results = bind(eqn, operands, {**eqn.params, "branches": new})
     places = [
         place.inside_of(f"branch {at}")
         for at, body in enumerate(instrumented)
@@ -177,8 +124,7 @@ def _cond(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
 def _scan(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     body, (consts, carry) = watch.body(eqn.params["jaxpr"]), scan_split(eqn.params)
     start, tree = jax.tree.flatten((np.int32(0), watch.none(len(body.places))))
-    more, given = len(start), len(watch.given)
-    held = given + consts + carry
+    more, held = len(start), consts + carry
 
     def run(*args: Any) -> list[Any]:
         constants, state, rows = _cut(args, held, more)
@@ -186,13 +132,13 @@ def _scan(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
         state = watch.after(jax.tree.unflatten(tree, state), watch.finished(parts))
         return [*results[:carry], *jax.tree.leaves(state), *results[carry:]]
 
-    outer_constants, _, rows = _cut(operands, consts + carry, 0)
-    inner = watch.avals(body.original)
+    outer_constants, _, rows = _cut(operands, held, 0)
+    inner = in_avals(body.original)
     jaxpr = trace(run, *inner[:held], *map(jax.typeof, start), *inner[held:])
     ys = len(eqn.outvars) - carry
-    counts = scan_counts(eqn, given + consts, carry + more, len(rows), ys)
+    counts = scan_counts(eqn, consts, carry + more, len(rows), ys)
     params = {**eqn.params, "jaxpr": jaxpr, **counts}
-    results = bind(eqn, [*watch.given, *outer_constants, *start, *rows], params)
+    results = bind(eqn, [*outer_constants, *start, *rows], params)
     _, record = jax.tree.unflatten(tree, results[carry : carry + more])
     places = tuple(place.inside_of("scan") for place in body.places)
     own = [*results[:carry], *results[carry + more :]]
@@ -232,12 +178,10 @@ def _while(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
         return [on if loops is None else on & loops.goes_on(*longest(state))]
 
     more = [jax.typeof(x) for x in start]
-    new = trace(run, *watch.avals(body.original), *more)
+    new = trace(run, *in_avals(body.original), *more)
     until = trace(goes_on, *in_avals(condition), *more)
     params = {**params, "body_jaxpr": new, "cond_jaxpr": until}
-    params["body_nconsts"] += len(watch.given)
-    of_condition, rest = operands[: params["cond_nconsts"]], operands[params["cond_nconsts"] :]
-    results = bind(eqn, [*of_condition, *watch.given, *rest, *start], params)
+    results = bind(eqn, [*operands, *start], params)
     trips, record = longest(results[result_count:])
     places = [place.inside_of("while") for place in body.places]
     if loops is not None:
@@ -292,7 +236,3 @@ DROPS_RULES = frozenset((_inline, _solve))
 def entered(eqn: Eqn) -> Enter | None:
     """How an equation is entered; None if it is bound as it is."""
     return _ENTERED.get(eqn.primitive.name) if bodies(eqn) else None
-
-
-def _entered_with_given(eqn: Eqn) -> Enter | None:
-    return None if eqn.primitive.name == "shard_map" else entered(eqn)

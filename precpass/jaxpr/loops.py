@@ -59,7 +59,7 @@ def with_bounded_loops(
         found = entered(eqn)
         return _with_rules if found is None or (keeps_rules and found in DROPS_RULES) else found
 
-    watch = Watch(_Trips(bound), frozenset(), enter, lambda _watch, _eqn: 0)
+    watch = Watch(_Trips(bound), frozenset(), enter)
     results, parts, places = watch.run(jaxpr, args)
     return results, watch.finished(parts), places
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from precpass.api import inspect, mixed_of
 from precpass.jit.nnx import is_node
 from precpass.jit.staged import AtArguments
 from precpass.plan.plan import Plan
-from precpass.planner.readings import Reading, Readings, decisions_of
+from precpass.planner.planned_bodies import decisions_of
 from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.presets import AutoMixedInt8
@@ -87,10 +89,8 @@ def quantized(
     mixed, parsed = mixed_of(fn), PrecisionPolicy.parse(policy).with_profitability("always")
     if not isinstance(argnums, int) or isinstance(argnums, bool):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
         raise TypeError(f"argnums = {argnums!r}: the position of one argument, an int, is taken")
-    asked = [Precision.parse(rule.precision) for rule in parsed.rules]
-    asked = [p for p in (parsed.scaled, *asked) if p is not None and p.is_scaled]
-    if not asked:
-        raise ValueError(f"{parsed.name} multiplies nothing in 8 bits: take AutoMixedInt8")
+    if not any(rule.parsed.is_scaled for rule in parsed.rules):
+        raise ValueError(f"{parsed.title} multiplies nothing in 8 bits: take AutoMixedInt8")
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
         if not 0 <= argnums < len(args):
@@ -102,10 +102,10 @@ def quantized(
         leaves, tree = jax.tree.flatten(args[argnums])
         with quietly():
             found, operands = _planned(mixed.__wrapped__, parsed, args, kwargs, argnums)
-        readings = _readings(found.before, found.plan)
+        readers = _Readers(found.before, found.plan)
         out = list(leaves)
         for i, var in operands.items():
-            if (reading := readings.of(0, var)) is not None:
+            if (reading := readers.common(var)) is not None:
                 out[i] = _replaced(leaves[i], reading)
         if not any(isinstance(x, QuantizedArray) for x in out):
             warnings.warn(
@@ -169,17 +169,106 @@ def _in_the_place_of(x: Any) -> QuantizedArray:
     return QuantizedArray(values, jax.ShapeDtypeStruct((1,) * len(x.shape), jnp.float32))
 
 
-def _readings(jaxpr: Any, plan: Plan) -> Readings:
-    """How the values of a planned program are read."""
-    graph = Graph.build(jaxpr)
-    decisions = decisions_of(graph, plan, [range(node.start, node.stop) for node in graph.bodies])
-    crossed = {row for row in decisions if ir.takes_border_copies(graph.eqns[row])}
-    return Readings(graph, decisions, crossed)
+class _Reading(NamedTuple):
+    """How a scaled product reads a value.
+
+    Attributes:
+        precision: the format that it is rounded to.
+        shared: the dimensions along which it has one scale.
+        summed: the dimensions that the product sums over; () if products sum over different ones.
+    """
+
+    precision: Precision
+    shared: tuple[int, ...]
+    summed: tuple[int, ...]
 
 
-def _replaced(x: Any, reading: Reading) -> QuantizedArray:
+class _Readers:
+    """The equations that read the arguments of a planned program.
+
+    Args:
+        jaxpr: the program.
+        plan: its plan.
+    """
+
+    def __init__(self, jaxpr: Any, plan: Plan) -> None:
+        self._graph = graph = Graph.build(jaxpr)
+        every = [range(node.start, node.stop) for node in graph.bodies]
+        self._decisions = decisions_of(graph, plan, every)
+        self._rows = defaultdict[tuple[int, Any], list[tuple[int, int]]](list)
+        for row, eqn in enumerate(graph.eqns):
+            for at, atom in enumerate(eqn.invars):
+                if not ir.is_literal(atom):
+                    self._rows[int(graph.body[row]), atom].append((row, at))
+
+    def common(self, var: ir.Var) -> _Reading | None:
+        """How all readers read an argument; None if they are not scaled products that agree."""
+        found = set(self._of(0, var))
+        if None in found or len({reading[:2] for reading in found if reading}) != 1:
+            return None
+        one = found.pop()
+        return one._replace(summed=()) if one and found else one
+
+    def _of(self, body: int, var: ir.Var) -> Iterator[_Reading | None]:
+        """The readings of a value by all its readers; None for one that is no scaled product."""
+        if any(var is v for v in ir.open_jaxpr(self._graph.bodies[body].jaxpr).outvars):
+            yield None
+        for row, at in self._rows[body, var]:
+            yield from self._by(row, at)
+
+    def _by(self, row: int, at: int) -> Iterator[_Reading | None]:
+        eqn, order = self._graph.eqns[row], ir.permutation(self._graph.eqns[row])
+        behind = functools.partial(self._of, int(self._graph.body[row]))
+        if row in self._graph.children:
+            yield from self._inside(row, at)
+        elif ir.dequantized_from(eqn):
+            yield from behind(eqn.outvars[0])
+        elif order is not None:
+            for reading in behind(eqn.outvars[0]):
+                yield reading and _moved(reading, order)
+        elif ir.moves_whole(eqn):
+            for reading in behind(eqn.outvars[0]):
+                before, after = (v.aval.ndim for v in (eqn.invars[0], eqn.outvars[0]))
+                has_one_scale = reading and len(reading.shared) == after
+                every = tuple(range(before))
+                yield _Reading(reading.precision, every, ()) if reading and has_one_scale else None
+        else:
+            for decision in self._decisions.get(row, (None,)):
+                scaled = decision and decision.product.scaled
+                yield _read_by_product(eqn, at, scaled) if scaled else None
+
+    def _inside(self, row: int, at: int) -> Iterator[_Reading | None]:
+        """The readings of an equation's operand in the equation's bodies."""
+        eqn = self._graph.eqns[row]
+        if not ir.takes_border_copies(eqn):
+            yield None
+        loop = ir.loop_rows(eqn)
+        is_sliced = loop is not None and at >= loop[0]
+        for body, child in self._graph.children[row]:
+            carried = {invar for invar, _ in body.carry}
+            for i, v in enumerate(ir.open_jaxpr(body.jaxpr).invars):
+                if body.operands[i] != at:
+                    continue
+                for reading in (None,) if i in carried else self._of(child, v):
+                    dims = range(1, v.aval.ndim + 1)
+                    yield reading and _moved(reading, dims) if is_sliced else reading
+
+
+def _read_by_product(eqn: ir.Eqn, at: int, scaled: Precision) -> _Reading:
+    summed = tuple(sorted(ir.dot_numbers(eqn)[0][at]))
+    shared = summed if scaled.by_row else tuple(range(eqn.invars[at].aval.ndim))
+    return _Reading(scaled, shared, summed)
+
+
+def _moved(reading: _Reading, order: Sequence[int]) -> _Reading:
+    """The reading of an operand whose dimensions `order` are those of a result with a reading."""
+    shared, summed = (tuple(sorted(order[d] for d in dims)) for dims in reading[1:])
+    return reading._replace(shared=shared, summed=summed)
+
+
+def _replaced(x: Any, reading: _Reading) -> QuantizedArray:
     """The array in 8 bits, with the dimensions that products sum over behind the others."""
-    last = sorted(reading.summed)
+    last = reading.summed
     order = (*(d for d in range(len(x.shape)) if d not in last), *last)
     moved = [at for at, d in enumerate(order) if at != d]
     first = min(moved, default=len(order))

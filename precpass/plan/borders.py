@@ -15,7 +15,7 @@ Border = tuple[tuple[Precision, Precision], ...]
 class BorderCopy(NamedTuple):
     """A border copy: a low copy of a value that crosses a body's border beside the value.
 
-    A copy of 8 bits consists of two arrays, its values and their scale.
+    A copy in float8 consists of two arrays, its values and their scale.
 
     Attributes:
         position: the value's, among the body's operands or among its results.
@@ -23,23 +23,19 @@ class BorderCopy(NamedTuple):
         rounds: whether every reader inside reads the rounded value.
         as_bits: whether unsigned integers carry its 16 bits, for XLA:CPU. On a TPU integers are
             laid out in another way than bfloat16, and each bitcast would rewrite the array.
-        shared: the dimensions of the body's value along which a copy of 8 bits has one scale.
+        is_stack: whether it is, outside of a loop's body, the stack of which the body has slices.
     """
 
     position: int
     precision: Precision
     rounds: bool
     as_bits: bool = True
-    shared: tuple[int, ...] = ()
+    is_stack: bool = False
 
     @property
     def arrays(self) -> int:
         """How many arrays it consists of."""
         return 2 if self.precision.is_scaled else 1
-
-    def of_stack(self) -> BorderCopy:
-        """The copy of a stack of which a loop's body has this copy of a slice."""
-        return self._replace(shared=tuple(d + 1 for d in self.shared))
 
 
 class BorderCopies(NamedTuple):

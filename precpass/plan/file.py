@@ -228,9 +228,9 @@ def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
     # The plan is followed whatever its profitability says, so a former one stands for "best".
     if options.get("profitability") in OPTIONS["profitability"].metadata["former"]:
         options["profitability"] = "best"
-    # Files that are older than the presets' names have their other ones.
+    # Older files have the presets' other names, and 8 bits as an option instead of a rule.
     name = OTHER_NAMES[whole["name"]].name if whole["name"] in OTHER_NAMES else whole["name"]
-    return PrecisionPolicy(
+    policy = PrecisionPolicy(
         name,
         tuple(Precision.parse(whole["kinds"][str(kind)]) for kind in OpKind),
         frozenset(kind for kind in OpKind if str(kind) in whole["orders"]),
@@ -238,6 +238,8 @@ def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
         tuple(map(Rule.from_dict, whole["rules"])),
         **{name: parse_option(name, given) for name, given in options.items()},
     )
+    scaled = whole.get("scaled")
+    return policy if scaled is None else policy.with_scaled(scaled)
 
 
 def rules_left_out(saved: SavedPrecisions) -> Iterator[str]:

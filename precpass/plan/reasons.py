@@ -158,6 +158,11 @@ FIXED = Template(
 KEEP_REGION = Template(_KEEP, "keep('{}')", "leave the keep region, or narrow it")
 RULE = Template(_RULE, "{}", "change that rule of the policy")
 """The sentence is the rule's own repr."""
+RULE_BY_SIZE = Template(
+    _PRESET,
+    "by its size: {}",
+    "change that rule of the policy, or add a Rule that comes before it",
+)
 SAVED_PLAN = Template(
     _SAVED_PLAN,
     "as in the saved plan",

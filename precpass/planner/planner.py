@@ -27,11 +27,10 @@ from precpass.plan.decisions import border_of, crossing_formats
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.plan.reasons import DecidedBy
 from precpass.planner.decide import decide
-from precpass.planner.eligible import EligibleProducts
 from precpass.planner.query import Queries, Query
 from precpass.planner.requests import PolicyRequests
 from precpass.planner.result_formats import PLATFORMS, with_low_results
-from precpass.planner.scaled_sizes import has_scaled_form
+from precpass.planner.scaled_products import is_derivative, is_given, why_not_scaled
 from precpass.planner.storage.assignment import assign_storage
 from precpass.planner.transposes import eliminate_transposes
 from precpass.policy.policy import PrecisionPolicy
@@ -121,7 +120,8 @@ class Planner:
         self.scope = scope
         self._writes_on = writes_on
         self._platform = _COMPILERS.get(platform, platform)
-        self._peaks = peaks_of_kind(self._platform, device_kind)
+        is_cpu = self._platform == "cpu"  # whose kernels do not depend on its figures
+        self._peaks = None if is_cpu else peaks_of_kind(self._platform, device_kind)
         self.notes: list[str] = []
         self.lowered: dict[Any, ir.Contents] = {}
         self.shared: dict[Any, Plan] = {}
@@ -130,7 +130,6 @@ class Planner:
         # Unless the policy orders more than products, no equation that adds is lowered.
         orders_more = bool(policy.orders - {OpKind.COMPUTE})
         self._may_lower_sums = orders_more or self.requests.tells_equations_apart
-        self._eligible = EligibleProducts(self.graph)
         # If the policy orders elementwise work, it orders storage too, and no costs decide it.
         compute = policy.precision_for(OpKind.COMPUTE)
         self._assigns_storage = compute.is_low and OpKind.ELEMENTWISE not in policy.orders
@@ -277,17 +276,13 @@ class Planner:
         """The decision for a product that is to multiply in 8 bits, or why it does not."""
         scaled = decision.product.scaled
         assert scaled is not None
-        against = ""
-        if not has_scaled_form(eqn, scaled):
-            against = (
-                "it is not a dot, or has empty or unknown sides, or int32 cannot hold its sums"
-            )
-        elif scaled.is_forward_only and not self._eligible.is_forward(body, eqn):
-            against = "derivatives are in bf16"
-        elif self._is_wide_weight_gradient(body, eqn):
-            against = "it is the gradient of a weight"
-        elif decision.decided_by is DecidedBy.PRESET:
-            against = self._eligible.against(body, eqn)
+        is_by_size = decision.decided_by is DecidedBy.PRESET
+        against = why_not_scaled(eqn, scaled, in_tiles=is_by_size)
+        if not against and is_derivative(self.graph.scope_in(body, eqn)):
+            if scaled.is_forward_only:
+                against = "derivatives are in bf16"
+            elif self.policy.weight_gradients and not any(self._are_given(body, eqn)):
+                against = "it is the gradient of a weight"
         if against:
             why = reasons.NOT_SCALED(decision.reason, scaled, against)
             form = decision.product._replace(scaled=None)
@@ -306,11 +301,9 @@ class Planner:
             return self._peaks.flops(str(scaled)) is None
         return self._platform == "cpu" and scaled is not Precision.INT8
 
-    def _is_wide_weight_gradient(self, body: int, eqn: ir.Eqn) -> bool:
-        """Whether a product is in 16 bits because the policy wants the gradients of weights so."""
-        if self.policy.weight_gradients is None or self._eligible.is_forward(body, eqn):
-            return False
-        return self._eligible.is_weight_gradient(body, eqn)
+    def _are_given(self, body: int, eqn: ir.Eqn) -> tuple[bool, bool]:
+        lhs, rhs = (is_given(self.graph, body, v) for v in eqn.invars)
+        return lhs, rhs
 
     def _scaled_cotangents(self, body: int, eqn: ir.Eqn, scaled: Precision) -> tuple[bool, bool]:
         """For each operand of a scaled product, whether its cotangent is one of 8 bits."""
@@ -318,8 +311,9 @@ class Planner:
             return False, False
         if self.policy.weight_gradients is None:
             return True, True
-        of_lhs, of_rhs = self._eligible.are_given(body, eqn)
-        return not of_lhs, not of_rhs
+        # The cotangent of one operand is a product of the other one.
+        lhs, rhs = self._are_given(body, eqn)
+        return rhs, lhs
 
     def _multiplied(self, eqn: ir.Eqn, decision: Decision) -> Decision:
         """The decision with what runs instead, where the platform does not multiply so."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
+from precpass.analysis.sizes import flops
 from precpass.plan import reasons
 from precpass.plan.file import Names, differences, rules_left_out
 from precpass.policy.policy import PrecisionPolicy
@@ -62,8 +63,6 @@ class PolicyRequests:
         self._policy = policy
         self._scope = scope
         precisions = {kind: policy.precision_for(kind) for kind in OpKind}
-        if policy.scaled is not None:
-            precisions[OpKind.COMPUTE] = policy.scaled
         self._presets = {
             kind: Request.of(
                 precision, reasons.PRESET(policy.title, kind, precision), kind in policy.orders
@@ -96,7 +95,8 @@ class PolicyRequests:
         rule = self.rule(row, scope)
         if rule is not None:
             is_order = not rule.is_region or table.kind is OpKind.COMPUTE
-            return Request.of(Precision.parse(rule.precision), reasons.RULE(repr(rule)), is_order)
+            template = reasons.RULE if rule.min_flops is None else reasons.RULE_BY_SIZE
+            return Request.of(rule.parsed, template(repr(rule)), is_order)
         if (locked := self.locked(row)) is not None:
             return Request.of(locked, reasons.SAVED_PLAN(), True)
         return self._presets[table.kind]
@@ -137,7 +137,11 @@ class PolicyRequests:
         return self._locked.get(row)
 
     def rule(self, row: int, scope: str) -> Rule | None:
-        """The first rule that matches an equation."""
+        """The first rule that matches an equation.
+
+        None if that is a rule by size, which says what gains as a preset does, and a saved plan has
+        the equation.
+        """
         if not self._policy.rules:
             return None
         eqn, source = self.graph.eqns[row], self.graph.source(row)
@@ -147,12 +151,12 @@ class PolicyRequests:
             self._rules_of[place] = [r for r in self._policy.rules if r.covers(*where)]
         view = None
         for rule in self._rules_of[place]:
-            if not rule.is_region:
+            if not rule.is_region or rule.min_flops is not None:
                 view = view or view_of(eqn, scope, source)
                 if not rule.matches(view):
                     continue
             self._matched.add(rule)
-            return rule
+            return None if rule.min_flops is not None and self.locked(row) else rule
         return None
 
     def in_float64(self, row: int, scope: str) -> bool:
@@ -174,8 +178,9 @@ class PolicyRequests:
         return True
 
     def unmatched(self) -> tuple[Rule, ...]:
-        """The rules that matched no equation."""
-        return tuple(rule for rule in self._policy.rules if rule not in self._matched)
+        """The rules that matched no equation; large equations of a primitive need not be there."""
+        others = (rule for rule in self._policy.rules if rule not in self._matched)
+        return tuple(r for r in others if set(r.patterns) != {"primitive", "min_flops"})
 
     def saved_plan_warnings(self) -> Iterator[str]:
         """Warnings of equations that the graph or the saved plan lacks, and of gaps in its file."""
@@ -205,4 +210,5 @@ def view_of(eqn: ir.Eqn, scope: str, source: ir.Source) -> EqnView:
         shapes(eqn.outvars),
         dtypes(eqn.outvars),
         dict(ir.sorted_params(eqn)),
+        flops(eqn),
     )

@@ -95,6 +95,12 @@ class SavedPrecisions:
         return saved[occurrence] if occurrence < len(saved) else None
 
 
+MIN_FLOPS = 2**25
+"""The operations of the smallest matrix product that `with_scaled` runs in 8 bits: one of
+256 x 256 x 256. A smaller one spends more time on rounding its operands than it saves (CPU with
+AMX, jax 0.10.2)."""
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class PrecisionPolicy:
     """Which precision each kind of equation has. Pass it to `auto_mixed` or `use_policy`.
@@ -118,12 +124,10 @@ class PrecisionPolicy:
             float32 everywhere.
         parameters: the format in which you store parameters; `cast_to_param` casts to it. The pass
             itself never changes the dtype of an argument.
-        scaled: the format of 8 bits for eligible matrix products
-            (`precpass.planner.eligible`) that would run in bfloat16; None for none.
         weight_gradients: the format in which the gradients of weights are multiplied where other
             derivatives multiply in float8: BF16, or None for float8 as well.
-        alias: how reports print a preset that was given by its other name, "AutoMixed (float16)";
-            policies that differ only in it are equal.
+        alias: how reports print a policy that was given by another name, "AutoMixed (float16)" or
+            "AutoMixedF8"; policies that differ only in it are equal.
     """
 
     name: str
@@ -149,20 +153,10 @@ class PrecisionPolicy:
         "auto", {"auto": "16 bits where the platform's kernels gain by it", "f32": ""}
     )
     parameters: Precision = _option(Precision.F32, _FORMATS)
-    scaled: Precision | None = _option(
-        None, {Precision.F8E4M3: "", Precision.INT8: "", None: "bf16"}
-    )
     weight_gradients: Precision | None = _option(
         None, {Precision.BF16: "", None: "the format of the other products"}
     )
     alias: str = dataclasses.field(default="", compare=False)
-
-    def __post_init__(self) -> None:
-        others = self.precision_for(OpKind.COMPUTE)
-        if self.scaled is not None and others is not Precision.BF16:
-            raise ValueError(
-                f"scaled = {str(self.scaled)!r}: the other products are bf16, not {others}"
-            )
 
     @property
     def title(self) -> str:
@@ -237,9 +231,33 @@ class PrecisionPolicy:
         """
         return self._with("results", results)
 
+    @property
+    def scaled(self) -> Precision | None:
+        """The format of 8 bits in which a rule runs large matrix products; None without one."""
+        return next((rule.parsed for rule in self.rules if _is_of_scaled(rule)), None)
+
     def with_scaled(self, precision: Precision | str | None) -> PrecisionPolicy:
-        """Return this policy with eligible matrix products in "f8e4m3" or "int8"; None for none."""
-        return self._with("scaled", precision)
+        """Return this policy with large matrix products in 8 bits, by a rule behind its others.
+
+        Args:
+            precision: "f8e4m3", "int8", or None to leave such rules out.
+
+        Examples:
+            >>> from precpass import AutoMixedBf16
+            >>> AutoMixedBf16.with_scaled("int8").rules
+            (Rule(primitive='dot_general', min_flops=33554432, precision='int8'),)
+        """
+        rules = tuple(rule for rule in self.rules if not _is_of_scaled(rule))
+        if precision is None:
+            return self if rules == self.rules else dataclasses.replace(self, rules=rules, alias="")
+        scaled, others = Precision.parse(precision), self.precision_for(OpKind.COMPUTE)
+        if not scaled.is_scaled:
+            legal = ", ".join(repr(p.value) for p in Precision if p.is_scaled)
+            raise ValueError(f"scaled = {precision!r}: legal are {legal} and None")
+        if others is not Precision.BF16:
+            raise ValueError(f"scaled = {precision!r}: the other products are bf16, not {others}")
+        rule = Rule(primitive="dot_general", min_flops=MIN_FLOPS, precision=scaled)
+        return dataclasses.replace(self, rules=(*rules, rule), alias="")
 
     def with_weight_gradients(self, precision: Precision | str | None) -> PrecisionPolicy:
         """Return this policy with weight gradients in "bf16" instead of float8; None for float8."""
@@ -315,9 +333,9 @@ class PrecisionPolicy:
 
     def _changes(self) -> tuple[PrecisionPolicy, dict[str, Any]]:
         """The preset or `Custom` that this policy was made from, and the options that differ."""
-        from precpass.policy.presets import ALL_PRESETS, Custom
+        from precpass.policy.presets import PRESETS, Custom
 
-        base = ALL_PRESETS.get(self.name)
+        base = PRESETS.get(self.name)
         if base is None or base.kinds != self.kinds:
             base = Custom(
                 {kind: self.precision_for(kind) for kind in OpKind if kind in self.orders}
@@ -361,7 +379,7 @@ class PrecisionPolicy:
 
         if not isinstance(data, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
             raise TypeError(f"a policy as data is a dict, not {data!r}")
-        check_keys(data, ("policy", "kinds", *OPTIONS, "rules"), "a policy")
+        check_keys(data, ("policy", "kinds", *OPTIONS, "scaled", "rules"), "a policy")
         name = data.get("policy", "Custom" if "kinds" in data else "AutoMixedBf16")
         if name != "Custom" and "kinds" in data:
             raise ValueError(
@@ -370,6 +388,9 @@ class PrecisionPolicy:
         policy = Custom(data.get("kinds", {})) if name == "Custom" else cls.parse(name)
         for option in OPTIONS.keys() & data.keys():
             policy = policy._with(option, data[option])
+        if "scaled" in data:  # it adds a rule, and is written as that rule
+            scaled = data["scaled"]
+            policy = policy.with_scaled(None if scaled == "none" else scaled)
         rules = data.get("rules", [])
         if not isinstance(rules, list | tuple):
             raise TypeError(
@@ -471,6 +492,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, frozenset):
         return sorted(map(str, cast("frozenset[Any]", value)))
     return None if value is None else str(value)
+
+
+def _is_of_scaled(rule: Rule) -> bool:
+    return rule.min_flops is not None and rule.parsed.is_scaled
 
 
 PolicyLike = PrecisionPolicy | Precision | DTypeLike

@@ -16,7 +16,6 @@ from precpass.policy.primitives import OpKind
 from precpass.policy.rules import Rule
 
 __all__ = [
-    "ALL_PRESETS",
     "OTHER_NAMES",
     "PRESETS",
     "AlwaysBf16",
@@ -91,8 +90,10 @@ AlwaysBf16 = _preset("AlwaysBf16", *[_BF16] * 4, order=True)
 AutoMixedConservativeF16 = _preset("AutoMixedConservativeF16", _F16, _F32, _F16, _F16)
 AutoMixedF16 = _preset("AutoMixedF16", *[_F16] * 4)
 AutoMixedBf16 = _preset("AutoMixedBf16", *[_BF16] * 4)
-AutoMixedF8 = dataclasses.replace(AutoMixedBf16, name="AutoMixedF8", scaled=Precision.F8E4M3)
-AutoMixedInt8 = dataclasses.replace(AutoMixedBf16, name="AutoMixedInt8", scaled=Precision.INT8)
+AutoMixedF8 = dataclasses.replace(AutoMixedBf16.with_scaled("f8e4m3"), alias="AutoMixedF8")
+"""`AutoMixedBf16` with a rule by which large matrix products run in float8."""
+AutoMixedInt8 = dataclasses.replace(AutoMixedBf16.with_scaled("int8"), alias="AutoMixedInt8")
+"""`AutoMixedBf16` with a rule by which large matrix products run in int8."""
 AutoMixed = dataclasses.replace(AutoMixedF16, alias="AutoMixed (float16)")
 """Another name for `AutoMixedF16`, the preset of float16; reports print `AutoMixed (float16)`."""
 AutoMixedConservative = dataclasses.replace(
@@ -107,10 +108,13 @@ PRESETS = {
         *(AutoMixedConservativeF16, AutoMixedF16, AutoMixedBf16),
     )
 }
-ALL_PRESETS = PRESETS | {preset.name: preset for preset in (AutoMixedF8, AutoMixedInt8)}
-"""The presets by name, with those of 8 bits."""
-OTHER_NAMES = {"AutoMixed": AutoMixed, "AutoMixedConservative": AutoMixedConservative}
-"""The presets that have another name, by it."""
+OTHER_NAMES = {
+    "AutoMixed": AutoMixed,
+    "AutoMixedConservative": AutoMixedConservative,
+    "AutoMixedF8": AutoMixedF8,
+    "AutoMixedInt8": AutoMixedInt8,
+}
+"""The names that stand for another preset, or for one with a rule."""
 _BY_COMPUTE = {
     Precision.F8E4M3: AutoMixedF8,
     Precision.INT8: AutoMixedInt8,
@@ -142,7 +146,7 @@ def parsed(value: Any) -> PrecisionPolicy:
         policy = _of_products(value, fields["c"]).with_parameters(fields.get("p", _F32))
         output = fields.get("o", _F32)
         return policy.with_output(None if output is _F32 else output)
-    presets = ALL_PRESETS | OTHER_NAMES
+    presets = PRESETS | OTHER_NAMES
     titles = {preset.title: preset for preset in OTHER_NAMES.values()}
     by_name = {name.lower(): preset for name, preset in (presets | titles).items()}
     if value.lower() in by_name:
@@ -157,7 +161,7 @@ def parsed(value: Any) -> PrecisionPolicy:
 
 def preset_titles() -> list[str]:
     """The names of all presets, as they are printed."""
-    return [*ALL_PRESETS, *(preset.title for preset in OTHER_NAMES.values())]
+    return [*PRESETS, *(preset.title for preset in OTHER_NAMES.values())]
 
 
 def _legal_policies() -> str:

@@ -29,6 +29,7 @@ class EqnView:
         shapes, dtypes: of the operands.
         out_shapes, out_dtypes: of the results.
         params: the equation's parameters.
+        flops: the floating-point operations of one execution.
     """
 
     primitive: str
@@ -42,6 +43,7 @@ class EqnView:
     out_shapes: tuple[tuple[Any, ...], ...]
     out_dtypes: tuple[str, ...]
     params: Mapping[str, Any]
+    flops: float = 0.0
 
 
 def _is_glob(value: object) -> bool:
@@ -50,6 +52,10 @@ def _is_glob(value: object) -> bool:
 
 def _is_line(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_flops(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _pattern(
@@ -90,6 +96,9 @@ class Rule:
             every layer of this name. The path has the names of the attributes in flax nnx and
             equinox, as in "layers/3", and those of the parameters in flax linen ("layers_3") and
             haiku. The path that a report prints matches too ("model.layers[i]").
+        min_flops: the fewest floating-point operations of one execution; a matrix product has
+            2 M N K. Such a rule says which equations gain, so it is as weak as a preset: a saved
+            plan and products whose results are needed exactly override it.
         precision: "f64", "f32", "bf16", "f16" or a `Precision`; for matrix products also "tf32",
             "bf16x3", "bf16x6" and "f32_exact" (docs/pages/explanation/float32.md).
         evidence: why the rule exists, which a plan's reasons show. Comparing rules ignores it.
@@ -116,6 +125,12 @@ class Rule:
         lambda where, eqn: bool(where(eqn)), callable, "a function of an EqnView", is_place=False
     )
     module: str | None = _pattern(lambda glob, eqn: _in_module(glob, eqn.scope))
+    min_flops: float | None = _pattern(
+        lambda flops, eqn: eqn.flops >= flops,
+        _is_flops,
+        "a number above 0, such as 2**25",
+        is_place=False,
+    )
     precision: Precision | str = dataclasses.field(kw_only=True)
     evidence: str = dataclasses.field(default="", kw_only=True, compare=False)
 
@@ -143,9 +158,14 @@ class Rule:
         return {name: value for name, value in given.items() if value is not None}
 
     @property
+    def parsed(self) -> Precision:
+        """The precision, which you may have given by its name."""
+        return Precision.parse(self.precision)
+
+    @property
     def is_region(self) -> bool:
-        """Whether the rule only names a place, without a primitive or a predicate."""
-        return all(_PATTERNS[name]["is_place"] for name in self.patterns)
+        """Whether the rule names no primitive and no predicate; it is for products alone then."""
+        return self.primitive is None and self.where is None
 
     def __repr__(self) -> str:
         # a function's own repr has its address, and a plan's reasons are to be the same tomorrow

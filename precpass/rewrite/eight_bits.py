@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from precpass import jaxpr as ir
@@ -29,7 +30,7 @@ class EightBits:
         self.opened = opened
         self.build = build
         self._copies: dict[tuple[Any, Any], list[Any]] = {}
-        self._crossing: dict[tuple[Any, BorderCopy], list[Any]] = {}
+        self._crossing: dict[tuple[Any, bool], list[Any]] = {}
 
     def copy(self, atom: ir.Atom, read: Any, rounding: Rounding) -> list[Any]:
         """A rounded copy with its scale, which all scaled products share that can.
@@ -96,32 +97,37 @@ class EightBits:
         Args:
             atom: the value.
             read: what stands for it in the new jaxpr.
-            border_copy: says how it is rounded.
+            border_copy: its border copy.
         """
-        key = atom, border_copy._replace(position=0)
-        if ir.is_literal(atom) or key not in self._crossing:
-            is_whole = len(border_copy.shared) == atom.aval.ndim
-            rounding = Rounding(border_copy.precision, () if is_whole else border_copy.shared)
-            low, scale = self.copy(atom, read, rounding)
-            if is_whole:  # with all dimensions, it can be stacked and sliced as the values are
-                shape = (1,) * atom.aval.ndim
-                (scale,) = self.build.call(lambda s: [s.reshape(shape)], [scale], ("spread", shape))
-            made = [self.build.byte_bits(low), scale]
-            if ir.is_literal(atom):
-                return made
+        key = atom, border_copy.is_stack
+        if not ir.is_literal(atom) and key in self._crossing:
+            return self._crossing[key]
+        summed = tuple(range(1, atom.aval.ndim)) if border_copy.is_stack else ()
+        low, scale = self.copy(atom, read, Rounding(border_copy.precision, summed))
+        # With all dimensions, it can be stacked and sliced as the values are.
+        shape = tuple(_scale_shape(atom.aval, border_copy))
+        if scale.aval.shape != shape:
+            spread = functools.partial(jnp.broadcast_to, shape=shape)
+            (scale,) = self.build.call(lambda s: [spread(s)], [scale], ("spread", shape))
+        made = [self.build.byte_bits(low), scale]
+        if not ir.is_literal(atom):
             self._crossing[key] = made
-        return self._crossing[key]
+        return made
 
     def receive(self, var: ir.Var, copies: Sequence[Any], border_copy: BorderCopy) -> None:
         """Takes values and a scale that have crossed a border."""
         values, scale = copies
         self._given[var] = self.build.of_byte_bits(values, border_copy.precision.dtype), scale
-        self._crossing[var, border_copy._replace(position=0)] = list(copies)
+        self._crossing[var, border_copy.is_stack] = list(copies)
 
 
 def eight_bit_avals(aval: ir.Aval, border_copy: BorderCopy) -> list[ir.Aval]:
     """The avals of the values and the scale in which a value crosses a border."""
-    shape = [1 if d in border_copy.shared else size for d, size in enumerate(aval.shape)]
-    is_float = border_copy.precision is not Precision.INT8
-    values = ir.border_copy_aval(aval, np.uint8 if is_float else np.int8)
+    values, shape = ir.border_copy_aval(aval, np.uint8), _scale_shape(aval, border_copy)
     return [values, ir.with_sizes(ir.without_reduced(aval), shape, np.dtype(np.float32))]
+
+
+def _scale_shape(aval: ir.Aval, border_copy: BorderCopy) -> list[Any]:
+    """The shape of a value's scale, or of the scales of a stack's slices."""
+    keeps_first = border_copy.is_stack
+    return [size if keeps_first and d == 0 else 1 for d, size in enumerate(aval.shape)]

@@ -332,7 +332,7 @@ def _border_copies(
     """
     copies = {places[t.position]: t for places, border_copies in sides for t in border_copies}
     pairs = sorted(copies.items())
-    return {at: t.of_stack() if at >= first_stack else t for at, t in pairs}
+    return {at: t._replace(is_stack=at >= first_stack) for at, t in pairs}
 
 
 def _places(copies: Iterable[tuple[int, BorderCopy]]) -> list[int]:

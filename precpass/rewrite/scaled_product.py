@@ -28,7 +28,6 @@ from precpass.rewrite.dot_numbers import Numbers, kept
 from precpass.rewrite.scales import SMALLEST, power_of_two_scale, result_dims, spread
 
 __all__ = [
-    "GivenRounding",
     "Rounding",
     "as_bits",
     "from_bits",
@@ -172,48 +171,6 @@ def in_eight_bits(
         return _as_int8(wide, summed, on_cpu)
     scale = power_of_two_scale(_largest(wide, tuple(summed), on_cpu), precision.max)
     return [(wide * (np.float32(1.0) / scale)).astype(precision.dtype), scale]
-
-
-@dataclasses.dataclass(frozen=True)
-class GivenRounding:
-    """Rounds an array to 8 bits by a given scale.
-
-    A value beyond the format's largest number becomes that number. An infinity or a NaN stays one
-    in float8. int8 has neither, so the scale becomes NaN instead, which the product is multiplied
-    by.
-
-    Attributes:
-        precision: INT8 or F8E4M3.
-        scale_shape: the shape in which the product wants the scale.
-    """
-
-    precision: Precision
-    scale_shape: tuple[Any, ...]
-
-    def __call__(self, *arrays: Any, platform: str) -> list[Any]:
-        """The array in 8 bits and the scale, of the array and a scalar, as `ir.Arithmetic` says."""
-        x, scale = arrays
-        del platform
-        wide = x if x.dtype == np.float32 else ir.convert(x, np.float32)
-        scaled, most = wide * (np.float32(1.0) / scale), np.float32(self.precision.max)
-        clipped = jnp.clip(scaled, -most, most)
-        if self.precision is not Precision.INT8:
-            low = jnp.where(jnp.isinf(scaled), scaled, clipped).astype(self.precision.dtype)
-            return [low, jnp.broadcast_to(scale, self.scale_shape)]
-        low = lax.round(clipped, lax.RoundingMethod.TO_NEAREST_EVEN).astype(np.int8)
-        shared = [d for d, size in enumerate(self.scale_shape) if size == 1]
-        dims = shared if self.scale_shape else range(x.ndim)
-        finite = jnp.all(jnp.isfinite(wide), axis=tuple(dims), keepdims=bool(self.scale_shape))
-        return [low, jnp.where(finite, scale, np.float32(np.nan))]
-
-    def avals(self, *operands: ir.Aval) -> list[ir.Aval]:
-        """As `ir.Arithmetic` says."""
-        x, _ = operands
-        low = x.update(dtype=self.precision.dtype, weak_type=False)
-        return [low, ir.with_sizes(x, self.scale_shape, np.dtype(np.float32))]
-
-    def __str__(self) -> str:
-        return f"to {self.precision} by a given scale"
 
 
 def _largest(x: Any, dims: tuple[int, ...], on_cpu: bool) -> Any:

@@ -88,7 +88,7 @@ def test_compiled_for_a_cpu_the_program_is_near_and_its_weights_are_rounded_ahea
     policy = pp.AutoMixedInt8.with_profitability("best")
     ws, x = [normal_array(i, D, D) / 16 for i in range(LAYERS)], normal_array(9, D, D)
     small = pp.quant.quantized(model, policy)(ws, x)
-    assert sum(isinstance(w, pp.quant.QuantizedArray) for w in small) == LAYERS - 2
+    assert sum(isinstance(w, pp.quant.QuantizedArray) for w in small) == LAYERS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pp.PrecisionWarning)
         found = pp.auto_mixed(model, policy)(small, x)

@@ -360,7 +360,7 @@ def weight_gradients(name, policy):
 
 
 @pytest.mark.release(keep=2)
-@pytest.mark.parametrize("policy", [*AUTO, pp.AutoMixedF8], ids=lambda p: p.name)
+@pytest.mark.parametrize("policy", [*AUTO, pp.AutoMixedF8], ids=lambda p: p.title)
 @pytest.mark.parametrize("name", VECTORS)
 def test_an_outer_product_in_a_gradient_is_float32s_in_both_compositions(name, policy):
     plain, mixed, args = weight_gradients(name, policy)

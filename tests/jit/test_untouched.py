@@ -152,7 +152,6 @@ LEAVES_THEM: dict[str, Use] = {
     "audit": lambda f, args, _: pp.audit(f)(*args),
     "bisect": lambda f, args, _: pp.bisect(f, "AutoMixedBf16", lambda out: False)(*args),
     "monitor: init": lambda f, args, _: pp.monitor(f, every=2).init(*args),
-    "DelayedScaling.init": lambda f, args, _: pp.quant.delayed_scaling(f).init(*args),
     "cast_floating": lambda f, args, _: pp.cast_floating(args, "bf16"),
     "quantized": lambda f, args, _: pp.quant.quantized(f, argnums=len(args) - 1)(*args),
     "calibrate": lambda f, args, _: pp.numerics.calibrate(f, "AutoMixed", [args, args]),
@@ -172,15 +171,6 @@ CALLS_IT: dict[str, Use] = {
     "monitor": lambda f, args, _: pp.monitor(f)(*args),
     "monitor: every": lambda f, args, _: (monitored := pp.monitor(f, every=2))(
         monitored.init(*args), *args
-    ),
-    "delayed_scaling": lambda f, args, _: (scaled := pp.quant.delayed_scaling(f))(
-        scaled.init(*args), *args
-    ),
-    "DelayedScaling.lost": lambda f, args, _: (scaled := pp.quant.delayed_scaling(f)).lost(
-        scaled.init(*args), *args
-    ),
-    "DelayedScaling.__call__": lambda f, args, _: (scaled := pp.quant.delayed_scaling(f))(
-        scaled.init(*args), *args
     ),
     "with_fallback": lambda f, args, _: pp.with_fallback(f, ("bf16", "f32"))(*args),
     "scaled_value_and_grad": lambda f, args, _: scaled(f, args),
@@ -213,7 +203,6 @@ GIVEN_ARRAYS: dict[str, Callable[[Any], Any]] = {
 # These hold what they are given, a policy's parts or a check's function, and call nothing.
 CALL_NOTHING = {
     *("Custom", "keep", "use_policy", "Mixed", "IllConditioned", "Predicate", "Rule"),
-    "DelayedScaling",
     *("IllConditioned.bound", "NonFinite.bound", "OutOfRange.bound", "Predicate.bound"),
     *("PrecisionPolicy.with_retypes", "PrecisionPolicy.with_rules"),
 }

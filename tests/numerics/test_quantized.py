@@ -46,7 +46,7 @@ def is_whole(x):
 @pytest.mark.parametrize(("fn", "order"), [(layers, (1, 0)), (turned, ())])
 def test_results_are_those_of_weights_that_are_rounded_in_each_call(fn, order):
     small = pp.quant.quantized(fn)(WS, X)
-    assert kinds(small) == ".88."
+    assert kinds(small) == "8888"
     # What is summed is stored behind the columns.
     assert (small[1].values.dtype, small[1].scale.shape) == (np.int8, (D, 1))
     assert small[1].order == order
@@ -63,8 +63,8 @@ def rounded(mixed, *args):
 
 def test_no_weight_is_rounded_again():
     mixed = pp.auto_mixed(layers, "int8")
-    assert rounded(mixed, WS, X) == 4  # of the two products' weights and operands
-    assert rounded(mixed, pp.quant.quantized(layers)(WS, X), X) == 2
+    assert rounded(mixed, WS, X) == 8  # the products' weights and operands
+    assert rounded(mixed, pp.quant.quantized(layers)(WS, X), X) == 4
 
 
 def test_float8_has_one_scale():
@@ -87,16 +87,16 @@ def test_an_array_that_something_else_reads_stays():
     def tied(ws, x):
         return layers(ws, x) + ws[1].sum(), ws[2]
 
+    assert kinds(pp.quant.quantized(tied)(WS, X)) == "8..8"
     with pytest.warns(pp.PrecisionWarning, match="no array of argument 0"):
-        small = pp.quant.quantized(tied)(WS, X)
-    assert kinds(small) == "...."
+        pp.quant.quantized(tied)(WS, X[:1])  # the products of one row are too small
 
 
 def test_an_array_that_is_summed_along_two_dimensions_stays():
     def both(ws, x):
         return layers([*ws[:2], ws[1].T, *ws[2:]], x)
 
-    assert kinds(pp.quant.quantized(both)(WS, X)) == "..8."
+    assert kinds(pp.quant.quantized(both)(WS, X)) == "8.88"
 
 
 def test_it_takes_other_arguments_and_keywords_and_shapes():
@@ -108,14 +108,14 @@ def test_it_takes_other_arguments_and_keywords_and_shapes():
         return applied(x, scale=scale, params=params)
 
     small = pp.quant.quantized(swapped, argnums=1)("eval", {"ws": WS, "n": 3}, X, scale=2.0)
-    assert kinds(small["ws"]) == ".88." and small["n"] == 3
+    assert kinds(small["ws"]) == "8888" and small["n"] == 3
     shapes = pp.quant.quantized(swapped, argnums=1)("eval", {"ws": [f32(D, D)] * 4}, f32(D, D))
     assert jax.tree.map(lambda s: (s.shape, s.dtype), shapes["ws"][1]).values == ((D, D), np.int8)
 
 
 def test_weights_under_a_rule():
     policy = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="int8"))
-    assert kinds(pp.quant.quantized(layers, policy)(WS, X)) == "8888"
+    assert kinds(pp.quant.quantized(layers, policy)(WS, X[:1])) == "8888"
 
 
 @pytest.mark.release
@@ -211,10 +211,10 @@ def turned_outside(params, x):
 @pytest.mark.parametrize(
     ("fn", "params", "small"),
     [
-        (scanned, STACKED, ".88"),
-        (looped, {"ws": WS}, ".88."),
-        (branched, {"ws": WS}, ".88."),
-        (turned_outside, {"ws": WS}, ".888"),
+        (scanned, STACKED, "888"),
+        (looped, {"ws": WS}, "888."),
+        (branched, {"ws": WS}, "888."),
+        (turned_outside, {"ws": WS}, "8888"),
     ],
     ids=["scanned", "looped", "branched", "turned outside"],
 )
@@ -229,7 +229,10 @@ def test_weights_that_bodies_read(fn, params, small, policy):
     )
 
     plain, ready = rounded(mixed, params, X), rounded(mixed, quantized, X)
-    assert plain - ready == {scanned: 2, looped: 2, branched: 3, turned_outside: 4}[fn]
+    # In float8 both branches read one rounded copy of a weight.
+    has_shared = policy == "f8" and fn in (branched, turned_outside)
+    read = {scanned: 3, looped: 3, branched: 4, turned_outside: 5}[fn]
+    assert plain - ready == read - has_shared
     if fn is not looped:  # JAX differentiates no while loop in reverse
         got = jax.grad(lambda x: mixed(quantized, x).sum())(X)
         assert rel_error(got, jax.grad(lambda x: mixed(params, x).sum())(X)) < 0.1
@@ -246,8 +249,8 @@ def test_a_stack_that_is_turned_before_a_loop_is_read_as_it_is():
     params = {"ws": np.stack(WS), "head": WS[0]}
     for policy in ("int8", "f8"):
         small = pp.quant.quantized(fn, policy)(params, X)
-        assert kinds(small) == ".8"
-        assert rounded(pp.auto_mixed(fn, policy), small, X) == 1  # the carried value, in each trip
+        assert kinds(small) == "88"
+        assert rounded(pp.auto_mixed(fn, policy), small, X) == 2  # the products' other operands
         assert rel_error(pp.auto_mixed(fn, policy)(small, X), jax.jit(fn)(params, X)) < 0.15
 
 
@@ -272,8 +275,8 @@ def test_the_summed_dimensions_are_stored_behind_the_others():
         assert rel_error(mixed(small, X), mixed(params, X)) < 1e-5
         # A weight that is reshaped keeps one scale for all, and not one for each column.
         small_again = {"int8": 1, "f8": 0}[policy]
-        assert rounded(mixed, small, X) == 2 + small_again
-        assert rounded(mixed, params, X) == 4
+        assert rounded(mixed, small, X) == 3 + small_again
+        assert rounded(mixed, params, X) == 6
 
 
 def of_loop(fn, *args):
@@ -315,7 +318,7 @@ def test_a_stack_whose_first_dimension_is_another_one_outside_is_right():
     params = {"ws": np.stack(WS, axis=2), "head": WS[0]}
     for policy in ("int8", "f8"):
         small = pp.quant.quantized(fn, policy)(params, X)
-        assert kinds(small) == ".8" and small["ws"].shape == (D, D, len(WS))
+        assert kinds(small) == "88" and small["ws"].shape == (D, D, len(WS))
         assert small["ws"].order == (1, 2, 0)
         # A stack in float32 crosses the loop's border in 16 bits.
         found = pp.auto_mixed(fn, policy)(small, X)
@@ -338,12 +341,11 @@ def test_a_weight_that_is_summed_along_both_dimensions_keeps_its_order():
         return jnp.tanh(jnp.tanh(jnp.sin(x) @ w) @ w.T) @ ws[0]
 
     small = pp.quant.quantized(tied, "f8")(WS[:2], X)
-    assert kinds(small) == ".8" and small[1].order == ()
+    assert kinds(small) == "88" and small[1].order == ()
     mixed = pp.auto_mixed(tied, "f8")
     assert rel_error(mixed(small, X), mixed(WS[:2], X)) < 1e-5
     # int8 has scales along either dimension, and one array cannot have both.
-    with pytest.warns(pp.PrecisionWarning, match="no array of argument 0"):
-        pp.quant.quantized(tied)(WS[:2], X)
+    assert kinds(pp.quant.quantized(tied)(WS[:2], X)) == "8."
 
 
 def test_a_state_of_nnx_is_refused():
@@ -443,7 +445,7 @@ def test_a_stack_on_a_mesh_of_explicit_axes_is_read_as_it_is():
         x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
         for policy in ("int8", "f8"):
             small, mixed = pp.quant.quantized(fn, policy)(ws, x), pp.auto_mixed(fn, policy)
-            assert kinds(small) == ".8" and rounded(mixed, small, x) == 1
+            assert kinds(small) == "88" and rounded(mixed, small, x) == 2
             got, want = (np.asarray(v) for v in (mixed(small, x), fn(ws, x)))
             assert rel_error(got, want) < 0.15
 
@@ -460,9 +462,8 @@ def test_one_function_for_several_layers(wrap):
 
     for policy in ("int8", "f8"):
         small = pp.quant.quantized(fn, policy)(WS, X)
-        assert kinds(small) == ".88."
+        assert kinds(small) == "8888"
         mixed = pp.auto_mixed(fn, policy)
-        # Both operands in the one body of the first and the last layer, and one in each other body.
         assert rounded(mixed, small, X) == 4
         assert rel_error(mixed(small, X), jax.jit(fn)(WS, X)) < (0.05 if policy == "int8" else 0.15)
 

@@ -98,6 +98,7 @@ GIVEN = {
         pp.AlwaysF32.with_rules(pp.Rule(scope="*", file="*", precision="tf32")),
     ),
     "PRESET": (product, "AlwaysF32"),
+    "RULE_BY_SIZE": (product, pp.AutoMixed.with_rules(pp.Rule(min_flops=1, precision="f32"))),
 }
 
 

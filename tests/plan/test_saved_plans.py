@@ -363,6 +363,15 @@ def test_a_format_that_is_no_longer_supported_is_an_error(former, where, tmp_pat
         pp.Plan.load(tmp_path / "x.json")
 
 
+def test_a_file_that_has_8_bits_as_an_option_has_the_rule_for_them(tmp_path):
+    pp.inspect(scoped, "AutoMixedInt8")(X, W).plan.save(tmp_path / "x.json")
+    whole = json.loads((tmp_path / "x.json").read_text())
+    assert pp.Plan.load(tmp_path / "x.json").with_lock(None) == pp.AutoMixedInt8
+    whole["policy"] |= {"name": "AutoMixedInt8", "rules": [], "scaled": "int8"}
+    (tmp_path / "x.json").write_text(json.dumps(whole))
+    assert pp.Plan.load(tmp_path / "x.json").with_lock(None) == pp.AutoMixedInt8
+
+
 def test_scales_of_a_file_are_those_that_there_are(tmp_path):
     pp.inspect(scoped)(X, W).plan.save(tmp_path / "x.json")
     whole = json.loads((tmp_path / "x.json").read_text())

@@ -19,12 +19,13 @@ RULES = (
     Rule(scope='a "quoted" \\ name\n\x7f\u00e9', precision="bf16", evidence="seen: 1e9"),
     Rule(primitive="tanh", precision="f16"),
     Rule(file="*/attention.py", line=41, function="f*", precision="f64"),
+    Rule(module="mlp", min_flops=2**25, precision="f8e4m3"),
 )
 POLICIES = [
     *PRESETS.values(),
     pp.AutoMixedBf16.with_rules(*RULES).with_output("bf16").with_parameters("bf16"),
     pp.AutoMixedF16.with_retypes("f64", "f32").with_profitability("best").with_results("f32"),
-    pp.AutoMixedInt8.with_scaled(None),
+    pp.AutoMixedInt8,
     pp.Custom({}),
     pp.Custom({"compute": "bf16", "reduction": "f32"}, RULES).with_retypes("f64"),
 ]
@@ -73,6 +74,8 @@ def test_a_file_that_a_person_wrote():
     assert policy == wanted.with_rules(Rule(module="head", precision="f32"))
     assert PrecisionPolicy.from_dict({}) == pp.AutoMixedBf16
     assert PrecisionPolicy.from_dict({"policy": "AutoMixed"}) == pp.AutoMixedF16
+    for of_8_bits in ({"scaled": "int8"}, {"policy": "AutoMixedInt8"}):
+        assert PrecisionPolicy.from_dict(of_8_bits) == pp.AutoMixedInt8
 
 
 @pytest.mark.parametrize(

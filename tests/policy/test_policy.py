@@ -21,7 +21,7 @@ from precpass import (
     Custom,
     Rule,
 )
-from precpass.policy.presets import ALL_PRESETS, PRESETS, AutoMixedF8, AutoMixedInt8
+from precpass.policy.presets import PRESETS, AutoMixedF8, AutoMixedInt8
 from precpass.types import OpKind, Precision, PrecisionPolicy
 from tests.support.values import stable_id
 
@@ -61,9 +61,8 @@ COMPOSED = [
     Custom({"compute": "bf16", "reduction": "f32"}, rules=RULES).with_output("f64"),
     Custom({kind: "f16" for kind in KINDS[:4]}),
     AutoMixedF8,
-    AutoMixedInt8,
+    AutoMixedInt8.with_rules(RULES[0]),
     Custom({OpKind.COMPUTE: "int8"}),
-    AutoMixedInt8.with_scaled(None),
 ]
 each_policy = pytest.mark.parametrize("policy", [*PRESETS.values(), *COMPOSED], ids=stable_id)
 
@@ -87,7 +86,7 @@ def test_there_are_exactly_six_presets():
 
 
 @pytest.mark.parametrize(
-    ("text", "preset", "scaled"),
+    ("text", "title", "precision"),
     [
         ("AutoMixedF8", "AutoMixedF8", "f8e4m3"),
         ("automixedint8", "AutoMixedInt8", "int8"),
@@ -95,11 +94,15 @@ def test_there_are_exactly_six_presets():
         ("fp8", "AutoMixedF8", "f8e4m3"),
     ],
 )
-def test_eight_bits_are_asked_for_by_name(text, preset, scaled):
+def test_eight_bits_are_asked_for_by_name_and_are_a_rule(text, title, precision):
     policy = PrecisionPolicy.parse(text)
-    assert (AutoMixedF8.scaled, AutoMixedInt8.scaled) == (Precision.F8E4M3, Precision.INT8)
-    assert (policy.name, str(policy.scaled)) == (preset, scaled)
-    assert policy.precision_for(OpKind.COMPUTE) is Precision.BF16
+    rule = Rule(primitive="dot_general", min_flops=2**25, precision=precision)
+    assert policy == AutoMixedBf16.with_rules(rule) == AutoMixedBf16.with_scaled(precision)
+    assert repr(policy) == f"AutoMixedBf16.with_rules({rule!r})"
+    assert policy.title == title and str(policy.scaled) == precision
+    assert policy.with_scaled(None) == AutoMixedBf16
+    assert policy.with_rules(*RULES).with_scaled(None) == AutoMixedBf16.with_rules(*RULES)
+    assert policy.with_rules(*RULES).with_scaled("int8").rules[-1].parsed is Precision.INT8
     assert all(other.scaled is None for other in PRESETS.values())
 
 
@@ -280,7 +283,7 @@ def test_a_name_that_does_not_say_its_format_is_printed_with_it():
     # a repr is code, and the name in it has the format
     assert repr(pp.AutoMixed) == "AutoMixedF16"
     assert "AutoMixed (float16)" in pp.AutoMixed._repr_html_()
-    for policy in ALL_PRESETS.values():
+    for policy in PRESETS.values():
         assert policy.title == policy.name
     with pytest.raises(
         ValueError, match=r"AutoMixed \(float16\), AutoMixedConservative \(float16\)"
@@ -478,7 +481,7 @@ def test_with_rules_refuses_what_is_no_rule(bad):
 
 
 def test_a_rule_without_a_pattern_is_refused():
-    legal = ["primitive", "scope", "function", "file", "line", "where"]
+    legal = ["primitive", "scope", "function", "file", "line", "min_flops", "where"]
     refused(ValueError, "Rule(", legal, Rule, precision="f32")
 
 
@@ -507,6 +510,11 @@ def test_a_rule_refuses_a_predicate_that_cannot_be_called(bad):
 @pytest.mark.parametrize("bad", [0, -3, "7", 7.0, True], ids=stable_id)
 def test_a_rule_refuses_what_is_no_line(bad):
     refused(ValueError, f"line={bad!r}", ["1"], Rule, file="*/a.py", line=bad, precision="f32")
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, "2**25", float("nan"), True], ids=stable_id)
+def test_a_rule_refuses_what_is_no_number_of_operations(bad):
+    refused(ValueError, f"min_flops={bad!r}", ["2**25"], Rule, min_flops=bad, precision="f32")
 
 
 def test_a_line_asks_for_its_file():

@@ -35,6 +35,7 @@ def view(**given):
         "out_shapes": ((8, 8),),
         "out_dtypes": ("float32",),
         "params": {},
+        "flops": 2.0**10,
     }
     return EqnView(**{**fields, **given})
 
@@ -82,6 +83,9 @@ def lowered(fn, *args, rules=(), policy=AutoMixedBf16):
         ({"file": "*/other.py", "line": 7}, False),
         ({"file": "*", "line": 7, "scope": "model/head"}, True),
         ({"file": "*", "line": 7, "scope": "model/tail"}, False),
+        ({"min_flops": 2**10}, True),
+        ({"min_flops": 2**10 + 1}, False),
+        ({"primitive": "tanh", "min_flops": 1}, False),
         ({"where": lambda eqn: eqn.line == 7}, True),
         ({"where": lambda eqn: eqn.line == 8}, False),
         ({"primitive": "dot_general", "scope": "model", "function": "score"}, True),
@@ -120,6 +124,7 @@ def test_scatter_is_matched_with_a_dash_and_with_an_underscore(pattern):
         ({"scope": "*"}, True),
         ({"file": "*", "function": "*"}, True),
         ({"file": "*", "line": 7}, True),
+        ({"min_flops": 2**25}, True),
         ({"primitive": "*"}, False),
         ({"scope": "*", "primitive": "tanh"}, False),
         ({"where": lambda eqn: True}, False),

@@ -77,5 +77,5 @@ def test_the_accuracy_is_that_of_float32(trained, policy, is_ready):
     given = pp.quant.quantized(logits, policy)(params, images) if is_ready else params
     plan = pp.inspect(logits, policy)(given, images).plan
     scaled = [d for d in plan.walk() if d.kind is OpKind.COMPUTE and d.product.scaled]
-    assert len(scaled) == 2  # the two dense layers that another product follows
+    assert len(scaled) == 2  # the two large dense layers
     assert abs(accuracy(pp.auto_mixed(logits, policy), given) - wide) <= 0.005

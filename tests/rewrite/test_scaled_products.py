@@ -378,8 +378,8 @@ def test_weights_of_8_bits_are_not_rounded_again_in_a_backward_pass():
 
     small = pp.quant.quantized(lambda ws, x: fn(x, ws), "AutoMixedF8")(ws, x)
     gradient = jax.grad(pp.auto_mixed(fn, "AutoMixedF8"))
-    # Two layers have 8 bits: forward their inputs are rounded, backward their cotangents.
-    assert len(rounded_to_eight_bits(gradient, x, small)) == 4
+    # Forward the inputs of four layers are rounded, backward their cotangents.
+    assert len(rounded_to_eight_bits(gradient, x, small)) == 8
     assert rel_error(gradient(x, small), jax.jit(jax.grad(fn))(x, ws)) < 0.15
 
 

@@ -411,7 +411,7 @@ def test_products_of_8_bits_are_counted_by_format():
 
     args = [f32(256, 256)] * 4, f32(256, 256)
     lowered = pp.explain(layers, "AutoMixedF8", target="tpu 7x")(*args)
-    assert "2 in f8e4m3: " in lowered.all
+    assert "4 in f8e4m3: by its size: Rule(primitive='dot_general', " in lowered.all
 
 
 def test_a_program_in_16_bits_is_told_that_8_bits_are_not_for_it():

@@ -15,14 +15,13 @@ from typing import Any, Protocol
 
 import jax
 import jax.extend.core as jex
-import numpy as np
 from jax import lax
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
 from precpass.jaxpr.types import Aval, Eqn
 
-__all__ = ["Arithmetic", "rounds_operand", "rounds_to_eight_bits", "scaling"]
+__all__ = ["Arithmetic", "rounds_operand", "scaling"]
 
 
 class Arithmetic(Protocol):
@@ -48,18 +47,9 @@ def scaling(arithmetic: Arithmetic, *operands: Any) -> list[Any]:
     return scaling_p.bind(*operands, arithmetic=arithmetic)
 
 
-def rounds_to_eight_bits(eqn: Eqn) -> bool:
-    """Whether an equation makes values of 8 bits, with their scale, from a product's operand."""
-    results = [v.aval.dtype for v in eqn.outvars]
-    is_pair = eqn.primitive is scaling_p and len(results) == 2 and results[0].itemsize == 1
-    return is_pair and results[1] == np.float32
-
-
 def rounds_operand(eqn: Eqn) -> bool:
-    """Whether an equation makes what a scaled product multiplies of an operand, in any format."""
-    if eqn.primitive is not scaling_p or eqn.outvars[0].aval.dtype == np.uint8:
-        return False
-    return len(eqn.invars) == 1 or rounds_to_eight_bits(eqn)
+    """Whether an equation rounds an operand of a scaled product to 8 bits, with a scale."""
+    return eqn.primitive is scaling_p and len(eqn.invars) == 1
 
 
 @dataclasses.dataclass(frozen=True)

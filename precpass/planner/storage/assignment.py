@@ -19,14 +19,13 @@ from precpass.analysis.analysis import Analysis
 from precpass.analysis.graph import BodyNode
 from precpass.analysis.numbers import number_from_outside
 from precpass.plan import reasons
-from precpass.plan.borders import NO_BORDER_COPIES, BorderCopies, BorderCopy
+from precpass.plan.borders import BorderCopies, BorderCopy
 from precpass.plan.plan import Action, BackwardForm, Decision, Plan
-from precpass.planner.readings import decisions_of
+from precpass.planner.planned_bodies import decisions_of
 from precpass.planner.requests import PolicyRequests
 from precpass.planner.result_formats import PLATFORMS
 from precpass.planner.storage.backward import backward_forms
 from precpass.planner.storage.costs import StorageCosts
-from precpass.planner.storage.eight_bits import EightBitBorders
 from precpass.planner.storage.eligibility import Eligibility
 from precpass.planner.storage.readers import Readers
 from precpass.planner.storage.value_classes import StorageClass, StorageClasses
@@ -110,7 +109,6 @@ class _Assignment:
         self._backward: Mapping[int, BackwardForm] = {}
         self._class_made_at = dict[tuple[int, int], StorageClass]()
         self._plans: dict[Any, Plan] = {}
-        self._eight_bits: EightBitBorders | None = None
 
     def with_storage(self) -> Plan:
         """The plan with the storage of its values; the same plan if nothing is gained."""
@@ -121,10 +119,7 @@ class _Assignment:
         rounded = {row for row, _ in self._class_made_at}
         if self._writes:
             self._backward = backward_forms(self._eligibility, rounded)
-        self._eight_bits = EightBitBorders(
-            self.graph, self._decisions, self.classes.crossed, self._platform
-        )
-        if not (self._rounded or self._crossing or self._backward or self._eight_bits.is_asked):
+        if not (self._rounded or self._crossing or self._backward or self._in_float8):
             return self._plan
         self._changed_rows = rounded | set(self._backward)
         return self._assigned(0, self._plan, BorderCopies())
@@ -303,32 +298,43 @@ class _Assignment:
             if crosses:
                 operands = ir.open_jaxpr(into.jaxpr).invars
                 results = [eqn.outvars[at] for at in into.results]
-                borders = self._eight_bits
-                eight_bits = borders.copies(row, into) if borders else NO_BORDER_COPIES
                 border_copies = BorderCopies(
-                    self._border_copies(child, operands, eight_bits.operands),
-                    self._border_copies(body, results, eight_bits.results),
+                    tuple(self._border_copies(child, operands)),
+                    tuple(self._border_copies(body, results)),
                 )
             inner.append(self._assigned(child, plan, border_copies))
         same = all(a is b for a, b in zip(inner, decision.inner, strict=True))
         return decision if same else dataclasses.replace(decision, inner=tuple(inner))
 
-    def _border_copies(
-        self, body: int, atoms: Sequence[ir.Atom], of_eight_bits: Sequence[BorderCopy]
-    ) -> tuple[BorderCopy, ...]:
-        return tuple(self._each_border_copy(body, atoms, of_eight_bits))
-
-    def _each_border_copy(
-        self, body: int, atoms: Sequence[ir.Atom], of_eight_bits: Sequence[BorderCopy]
-    ) -> Iterator[BorderCopy]:
-        given = {border_copy.position: border_copy for border_copy in of_eight_bits}
+    def _border_copies(self, body: int, atoms: Sequence[ir.Atom]) -> Iterator[BorderCopy]:
+        as_bits = self._platform not in PLATFORMS
         for position, atom in enumerate(atoms):
             values = self.classes.of(body, atom)
-            if position in given:
-                yield given[position]
+            if values is not None and self._is_of_float8(values):
+                yield BorderCopy(position, Precision.F8E4M3, rounds=True)
             elif values is not None and id(values) in self._crossing:
-                rounds = id(values) in self._rounded
-                yield BorderCopy(position, self.low, rounds, self._platform not in PLATFORMS)
+                yield BorderCopy(position, self.low, id(values) in self._rounded, as_bits)
+
+    def _is_of_float8(self, values: StorageClass) -> bool:
+        """Whether only float8 products read a class, which then crosses borders in 8 bits.
+
+        A stack has a scale for each slice. The bytes tell a stack of stacks, whose slices would
+        have several. What a loop carries crosses as before.
+        """
+        reads = {row for rows in values.low_readers.values() for row in rows}
+        if not reads or not reads <= self._in_float8 or values.wide_readers or values.is_output:
+            return False
+        places = [place for place in values.places if place.times]
+        sizes = {place.nbytes / place.times for place in places}
+        is_whole = len(sizes.union(values.low_read_bytes.values())) == 1
+        return is_whole and all(place.kind != "carry" for place in places)
+
+    @functools.cached_property
+    def _in_float8(self) -> set[int]:
+        """The rows of the products that are float8 in every plan of their body."""
+        pairs = self._decisions.items()
+        float8 = Precision.F8E4M3
+        return {row for row, each in pairs if all(d.product.scaled is float8 for d in each)}
 
     def _what_is_saved(self, values: StorageClass) -> str:
         """The memory that storing a class in 16 bits saves, and what reads it, in words."""

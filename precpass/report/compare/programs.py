@@ -126,7 +126,8 @@ def _name(entry: Any) -> str:
         return str(Precision.parse(entry))
     if not isinstance(entry, PrecisionPolicy):
         return shown_name(entry)
-    rules = len(entry.rules)
+    # the rule by which a preset multiplies in 8 bits is in its name
+    rules = len((entry.with_scaled(None) if entry.alias else entry).rules)
     return entry.title + (f" with {rules} rule{'s' * (rules > 1)}" if rules else "")
 
 
