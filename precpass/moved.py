@@ -22,7 +22,7 @@ MOVED = {name: place for place, names in _BY_PLACE.items() for name in names.spl
 """The submodule in which each of them is now."""
 
 
-_LEFT = dict.fromkeys(
+_LEFT: dict[str, str] = dict.fromkeys(
     ("DelayedScales", "DelayedScaling", "LostValues", "delayed_scaling"),
     ": delayed scaling is no longer supported, because it moved more memory than scales of the "
     "present values. Use auto_mixed(f, 'AutoMixedF8')",
