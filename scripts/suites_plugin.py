@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import precpass as pp
+import precpass.api  # while `jax.jit` is JAX's own
 
 POLICY = os.environ.get("PRECPASS_SUITE", "plain")
 
