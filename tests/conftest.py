@@ -82,6 +82,9 @@ def pytest_addoption(parser: pytest.Parser):
     parser.addoption(
         "--whole", action="store_true", help="every case, not a sample, and the tests of a release"
     )
+    parser.addoption(
+        "--update-snapshots", action="store_true", help="write tests/data/pages anew, to look at"
+    )
 
 
 GROUPS = re.compile(r"(^pytestmark = )?pytest\.mark\.(programs|targets)\b", re.MULTILINE)

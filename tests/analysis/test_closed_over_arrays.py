@@ -76,16 +76,6 @@ def test_an_accelerator_finds_the_fact_that_numpy_finds(where, monkeypatch):
     assert close(of_array(array), expected)
 
 
-@pytest.mark.release(keep=1)
-@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.bool_, jnp.bfloat16, jnp.float16])
-def test_and_of_any_dtype(dtype, monkeypatch):
-    values = (normal(1, 300, 300) * 4).astype(dtype)
-    expected = of_array(values)
-    monkeypatch.setattr(ranges, "_is_host_memory", lambda _part: False)
-    monkeypatch.setattr(ranges, "_LARGE", 2)
-    assert close(of_array(jnp.asarray(values)), expected)
-
-
 def test_an_accelerator_keeps_the_range_of_64_bits_with_x64_off(monkeypatch):
     with jax.enable_x64(True):
         array = jnp.asarray([1e300, -1e-200, 0.0])

@@ -110,10 +110,6 @@ def test_a_form_leaves_what_the_user_made_low():
             assert str(found.after) == str(found.before), form
 
 
-def test_no_form_is_the_policy_itself():
-    assert in_form(BEST, "") is BEST
-
-
 # ---------------------------------------------------------------- the choice
 
 
@@ -193,17 +189,6 @@ def test_a_damaged_file_is_told_and_rebuilt(
     assert all(damaged(each) != each for each in json.loads(path.read_text())["products"].values())
 
 
-def test_a_folder_that_cannot_be_written_is_told(
-    costing: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    (folder / "file").write_text("")
-    monkeypatch.setenv("PRECPASS_CACHE_DIR", str(folder / "file"))
-    costing((1.0, 9), (0.4, 9))
-    with pytest.warns(pp.PrecisionWarning, match="forms of compiled programs cannot be kept"):
-        plan = pp.inspect(product, BEST)(X, WS[0]).plan
-    assert plan.form == "products with float32 results"
-
-
 def test_a_program_that_gains_nothing_stays_and_says_why(costing: Any):
     costing((1.0, 9), (1.5, 9))
     with pytest.warns(
@@ -213,12 +198,6 @@ def test_a_program_that_gains_nothing_stays_and_says_why(costing: Any):
     assert (result == jax.jit(product)(X, WS[0])).all()
     (wide,) = pp.explain(product, BEST)(X, WS[0]).wide
     assert "AutoMixedBf16 by profitability='best': compute in f32" in wide.reason
-
-
-def test_rules_come_before_it(costing: Any):
-    costing((1.0, 9), (1.5, 9), (1.5, 9))
-    policy = BEST.with_rules(pp.Rule(primitive="dot_general", precision="bf16"))
-    assert low(pp.inspect(product, policy)(X, WS[0]).plan) == 1
 
 
 def test_a_program_that_no_compiler_takes_is_lowered_with_a_warning(costing: Any):

@@ -51,32 +51,39 @@ def test_what_is_not_a_float_of_the_retypes_never_changes(program: Program, poli
     assert untouchable(inspection.after) == untouchable(inspection.before)
 
 
+IDS = jnp.arange(100_000, 100_016)
+Z = lax.complex(normal(0, 16, 16), normal(1, 16, 16))
+TABLE = jnp.asarray(np.arange(4000.0).reshape(1000, 4) % 7, jnp.float32)
+KEY = jax.random.key(7)
+
+
+def rows_of_large_indices(ids, at):
+    put = lax.dynamic_update_slice(TABLE, jnp.ones((2, 4)), (at, 0))
+    return TABLE[ids], lax.dynamic_slice(TABLE, (at, 0), (2, 4)), put.at[ids].set(1.0)
+
+
+UNTOUCHED = {
+    "integers": (lambda n: (n @ n, jnp.cumsum(n)), (IDS,)),
+    "booleans": (lambda mask, n: mask | (n > 300), (IDS % 3 == 0, IDS)),
+    "keys": (lambda key: jax.random.key_data(jax.random.split(key)[0]), (KEY,)),
+    "bits": (lambda key: jax.random.bits(key, (9,)), (KEY,)),
+    "complex": (lambda z: (z @ z, jnp.sum(z), jnp.exp(z), jnp.fft.fft(z)), (Z,)),
+    "indices": (rows_of_large_indices, (jnp.asarray([257, 999]), jnp.int32(517))),
+}
+
+
 @pytest.mark.release(keep=2)
 @each_policy
-def test_integers_booleans_keys_and_bits_come_out_bit_equal(policy):
-    def f(x, ids, mask, key):
-        y = x @ x
-        new, sub = jax.random.split(key)
-        bits = jax.random.key_data(new)
-        return y, (ids @ ids, jnp.cumsum(ids), mask | (ids > 300), bits, jax.random.bits(sub, (9,)))
+@pytest.mark.parametrize("name", UNTOUCHED)
+def test_other_types_are_bit_equal_beside_a_low_product(name, policy):
+    fn, args = UNTOUCHED[name]
 
-    ids = jnp.arange(100_000, 100_016)
-    args = jnp.asarray(normal(0, 16, 16)), ids, ids % 3 == 0, jax.random.key(7)
-    assert low_products(look(f, policy, *args).after)
-    assert identical(run(f, policy, *args)[1], jax.jit(f)(*args)[1])
-
-
-@pytest.mark.release(keep=2)
-@each_policy
-def test_complex_products_are_bit_equal(policy):
-    def f(x, z):
-        return x @ x, (z @ z, jnp.sum(z), jnp.exp(z), jnp.fft.fft(z))
+    def beside(x, *args):
+        return x @ x, fn(*args)
 
     x = jnp.asarray(normal(0, 16, 16))
-    z = lax.complex(x, x.T)
-    inspection = look(f, policy, x, z)
-    assert len(low_products(inspection.after)) == 1
-    assert identical(run(f, policy, x, z)[1], jax.jit(f)(x, z)[1])
+    assert len(low_products(look(beside, policy, x, *args).after)) == 1
+    assert identical(run(beside, policy, x, *args)[1], jax.jit(fn)(*args))
 
 
 @pytest.mark.release(keep=2)
@@ -119,31 +126,6 @@ def test_a_policy_without_float32_in_retypes_leaves_it_alone(policy):
         for d in inspection.plan.walk()
         if d.kind is pp.types.OpKind.COMPUTE
     )
-
-
-@pytest.mark.release(keep=2)
-@each_policy
-def test_index_operands_stay(policy):
-    """A gather, a scatter, slices and updates whose index is far above 256: every index operand
-    has its dtype, and the rows that come out are the right ones."""
-
-    def f(table, ids, rows, at):
-        x = table @ table[:4, :].T
-        taken = table[ids]
-        cut = lax.dynamic_slice(table, (at, 0), (2, 4))
-        put = lax.dynamic_update_slice(table, rows, (at, 0))
-        return x, taken, cut, put.at[ids].set(rows[0])
-
-    table = jnp.asarray(np.arange(4000.0).reshape(1000, 4) % 7, jnp.float32)
-    args = table, jnp.asarray([257, 999]), jnp.ones((2, 4)), jnp.int32(517)
-    inspection = look(f, policy, *args)
-    for eqn in named(inspection.after, "gather", "scatter"):
-        assert jnp.issubdtype(eqn.invars[1].aval.dtype, jnp.integer)
-    for eqn in named(inspection.after, "dynamic_slice"):
-        assert all(jnp.issubdtype(v.aval.dtype, jnp.integer) for v in eqn.invars[1:])
-    assert len(named(inspection.after, "gather")) == len(named(inspection.before, "gather")) > 0
-    assert low_products(inspection.after)
-    assert identical(run(f, policy, *args)[1:], jax.jit(f)(*args)[1:])
 
 
 @each_policy

@@ -12,11 +12,10 @@ from jax.extend.core import jaxpr_as_fun
 import precpass as pp
 from tests.support.example_programs import PROGRAMS, Program, attention, mlp_args, mlp_loss
 from tests.support.jaxprs import low_products, walk
-from tests.support.passes import LOWERING, POLICIES, assert_close, look, quiet, run
-from tests.support.values import normal, rel_error
+from tests.support.passes import LOWERING, POLICIES, look, quiet
+from tests.support.values import normal
 
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
-each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
 
 FLOAT32 = [p for p in PROGRAMS if p.name not in ("bfloat16", "float16")]
 
@@ -90,15 +89,6 @@ def test_other_policies_too_where_nothing_is_to_be_changed(policy):
     assert ruled.after is ruled.before
 
 
-def test_a_plan_that_changes_something_does_not():
-    for policy in LOWERING:
-        inspection = look(mlp_loss, policy, *mlp_args())
-        assert inspection.after is not inspection.before
-        assert str(inspection.after) != str(inspection.before)
-    low = look(lambda x: x @ x, pp.AlwaysF32, jnp.ones((4, 4), jnp.bfloat16))
-    assert low.after is not low.before
-
-
 @pytest.mark.parametrize("policy", LOWERING, ids=lambda p: p.name)
 def test_an_untouched_body_is_the_original_object_too(policy):
     """A float32 subfunction without anything to lower is not traced again."""
@@ -157,7 +147,6 @@ def test_the_pass_over_what_it_wrote_finds_nothing_to_do(name, policy):
     assert str(again.after) == str(again.before)
 
 
-@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("policy", LOWERING, ids=lambda p: p.name)
 def test_gradients_of_a_rewritten_function_are_left_alone_too(policy):
     """The outer pass sees the carriers' tangents, transposed, and finds nothing to do."""
@@ -168,24 +157,6 @@ def test_gradients_of_a_rewritten_function_are_left_alone_too(policy):
 
     inspection = look(step, policy, params, batch)
     assert len(low_products(inspection.after)) == len(low_products(inspection.before)) >= 5
-    want = jax.jit(jax.grad(mlp_loss))(params, batch)
-    assert rel_error(run(step, policy, params, batch), want) < 0.02
-
-
-@pytest.mark.release(keep=2)
-@pytest.mark.parametrize("policy", LOWERING, ids=lambda p: p.name)
-def test_twice_has_low_products_once_and_the_values_and_gradients_of_float32(policy):
-    """4096 rows are summed by the loss and by every weight's gradient."""
-    params, batch = mlp_args(rows=4096, width=64)
-
-    def nested(params, batch):
-        return pp.auto_mixed(mlp_loss, policy=policy)(params, batch)
-
-    inspection = look(nested, policy, params, batch)
-    assert len(low_products(inspection.after)) == 2
-    want = jax.jit(jax.grad(mlp_loss))(params, batch)
-    assert_close(nested, policy, params, batch, tol=0.02)
-    assert rel_error(run(jax.grad(nested), policy, params, batch), want) < 0.02
 
 
 def test_under_another_policy_the_inner_products_keep_theirs():

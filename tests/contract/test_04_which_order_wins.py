@@ -8,9 +8,8 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.example_programs import attention
 from tests.support.jaxprs import LOW, low_products, named
-from tests.support.passes import ALWAYS_LOW, LOWERING, POLICIES, assert_close, look, run
+from tests.support.passes import ALWAYS_LOW, POLICIES, look, run
 from tests.support.values import normal
 
 ids = {"ids": lambda p: p.name}
@@ -96,16 +95,3 @@ def test_types_and_boundary_win_over_everything(policy):
         assert all(v.aval.dtype not in LOW for v in eqn.invars)
     bits, n, _ = run(f, ruled, x, jnp.int32(7))
     assert np.array_equal(bits, np.asarray(x).view(np.int32)) and int(n) == 21
-
-
-@pytest.mark.release(keep=1)
-@pytest.mark.parametrize("policy", LOWERING, **ids)
-def test_attention_of_thousands_of_positions_is_low_and_right(policy):
-    """Softmax and weighted sums over 1024 keys, in values and gradients."""
-    q, k, v = (jnp.asarray(normal(s, 1024, 16)) for s in range(3))
-
-    def loss(q, k, v):
-        return jnp.sum(attention(q, k, v) ** 2)
-
-    assert len(low_products(look(loss, policy, q, k, v).after, policy.low.dtype)) == 2
-    assert_close(loss, policy, q, k, v, tol=0.02, argnums=(0, 1, 2))

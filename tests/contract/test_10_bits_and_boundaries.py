@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 import precpass as pp
 from tests.support.jaxprs import LOW, dtypes_in, dtypes_out, low_products, named, walk
-from tests.support.passes import ALWAYS_LOW, LOWERING, assert_close, look, run
+from tests.support.passes import ALWAYS_LOW, LOWERING, look, run
 from tests.support.values import identical, normal
 
 each_policy = pytest.mark.parametrize("policy", LOWERING, ids=lambda p: p.name)
@@ -57,6 +57,7 @@ SAMPLERS = {
     "gumbel": lambda key: jax.random.gumbel(key, (4096,)),
     "exponential": lambda key: jax.random.exponential(key, (4096,)),
     "laplace": lambda key: jax.random.laplace(key, (4096,)),
+    "cauchy": lambda key: jax.random.cauchy(key, (4096,)),
     "logistic": lambda key: jax.random.logistic(key, (4096,)),
     "bernoulli": lambda key: jax.random.bernoulli(key, 0.3, (4096,)),
     "randint": lambda key: jax.random.randint(key, (4096,), 0, 70_000),
@@ -80,18 +81,6 @@ def test_samples_are_bit_equal_to_float32s(name, policy):
 
 
 @each_order
-def test_a_million_normal_samples_are_finite_and_bit_equal(policy):
-    """With the `- 1` after the bitcast in bfloat16, 0.77 % of them are not finite."""
-
-    def sample(key):
-        return jax.random.normal(key, (1_000_000,))
-
-    got = run(sample, policy, jax.random.key(0))
-    assert bool(jnp.all(jnp.isfinite(got)))
-    assert identical(got, jax.jit(sample)(jax.random.key(0)))
-
-
-@each_order
 def test_at_the_end_of_the_samplers_jit_orders_hold_again(policy):
     """What a user computes with samples is his program, not the sampler."""
 
@@ -112,22 +101,6 @@ def test_at_its_first_other_consumer_too(policy):
     assert policy.low.dtype in dtypes_in(mul)
     (sub,) = named(inspection.after, "sub")
     assert dtypes_in(sub) == [np.float32] * 2
-
-
-@pytest.mark.release(keep=2)
-@each_policy
-def test_noise_in_products_and_their_gradients(policy):
-    """A product of samples is low; 4096 rows in value and gradient."""
-    key = jax.random.key(1)
-
-    def loss(w, x):
-        noise = jax.random.normal(key, x.shape)
-        keep = jax.random.bernoulli(key, 0.9, x.shape)
-        return jnp.sum(((jnp.where(keep, x, 0.0) + 0.1 * noise) @ w) ** 2) / 64
-
-    x, w = jnp.asarray(normal(0, 4096, 16)), jnp.asarray(normal(1, 16, 16)) / 4
-    assert len(low_products(look(loss, policy, w, x).after, policy.low.dtype)) == 1
-    assert_close(loss, policy, w, x, tol=0.02)
 
 
 # ---------------------------------------------------------------- opaque
@@ -185,15 +158,6 @@ def test_opaque_primitives_are_boundary(name, policy):
     assert [d.kind for d in decided] == [pp.types.OpKind.BOUNDARY]
     low = low_products(inspection.after, policy.low.dtype)
     assert len(low) == len(named(inspection.after, "dot_general")) > 0
-
-
-@pytest.mark.release(keep=2)
-@each_policy
-@pytest.mark.parametrize("name", ["pallas_call", "pure_callback", "io_callback"])
-def test_what_they_compute_is_bit_equal(name, policy):
-    x = jnp.asarray(normal(0, 16))
-    got = run(lambda x: (OPAQUE[name](x), jnp.outer(x, x) @ x), policy, x)[0]
-    assert identical(got, jax.jit(OPAQUE[name])(x))
 
 
 @each_policy

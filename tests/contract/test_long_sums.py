@@ -10,7 +10,6 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.jaxprs import named, products
 from tests.support.passes import COMPOSITIONS, run_low
 from tests.support.values import assert_near, normal_array
 
@@ -160,34 +159,3 @@ def test_the_second_derivative_of_a_loop_constant_is_exact(compose: Any):
     args = jnp.ones((2, 2)), jnp.full((N, 4, 2), 0.5)  # an element of x.T @ x is 1
     got = run_low(compose(loss, jax.hessian), *args, least=2)
     assert_near(got, N * jnp.einsum("ik,jl->ijkl", jnp.ones((2, 2)), jnp.eye(2)))
-
-
-@each_composition
-def test_dots_saveable_saves_the_products(compose: Any):
-    def loss(w, xs):
-        def step(h, x):
-            return jnp.tanh(jnp.arctan(h @ w) @ w + x), None
-
-        saved = jax.checkpoint(step, policy=jax.checkpoint_policies.dots_saveable)
-        return lax.scan(saved, jnp.zeros((2, 16)), xs)[0].sum()
-
-    args = normal_array(6, 16, 16) / 8, jnp.abs(normal_array(7, 512, 2, 16)) / 2
-    mixed = compose(loss)
-    assert_near(run_low(mixed, *args, least=6), jax.jit(jax.grad(loss))(*args))
-    before, after = (jax.make_jaxpr(f)(*args) for f in (jax.grad(loss), mixed))
-    assert len(products(after)) == len(products(before)) == 6
-
-
-@each_composition
-def test_the_weight_gradient_of_a_loop_body_runs(compose: Any):
-    """In the wrong form it compiles and fails: "Unsupported element type for DotThunk"."""
-
-    def loss(ws, x):
-        step = lambda h, w: (jnp.tanh(jnp.einsum("bsd,df->bsf", h, w)), None)  # noqa: E731
-        return lax.scan(step, x, ws)[0].sum()
-
-    args = normal_array(8, 2, 256, 256) / 32, normal_array(9, 4, 64, 256)
-    mixed = compose(loss)
-    jaxpr = jax.make_jaxpr(mixed)(*args)
-    assert named(jaxpr, "scan")
-    assert_near(run_low(mixed, *args, least=3), jax.jit(jax.grad(loss))(*args))

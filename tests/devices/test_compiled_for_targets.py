@@ -640,60 +640,6 @@ def test_loops_hold_values_of_8_bits_in_the_compiled_program(target: str):
     assert lines == ["u8 u8 18 18", "u8 u8 18 18"]
 
 
-GATHERS = """
-import re
-import jax, jax.numpy as jnp, precpass as pp
-
-def loss(w, v, x, senders, receivers):
-    rows = jnp.concatenate([x[senders], x[receivers]], axis=1)
-    messages = jnp.tanh(rows @ w) @ v
-    sums = jax.ops.segment_sum(messages, receivers, x.shape[0])
-    return sum(jnp.sin(jnp.tanh(each @ v) @ v).sum() for each in (sums, messages))
-
-shapes = (512, 256), (256, 256), (8192, 256)
-args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-args += [jax.ShapeDtypeStruct((65536,), jnp.int32)] * 2
-for policy in (pp.AutoMixedBf16, pp.AutoMixedBf16.with_results("f32")):
-    text = pp.audit(jax.grad(loss, (0, 1)), policy, target={target!r})(*args).hlo
-    print(*[text.count(f"= {{dtype}}[65536,256]{{{{1,0:T(8,128){{tiles}}}}}} gather(")
-            for dtype, tiles in (("f32", ""), ("bf16", "(2,1)"))])
-"""
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("target", ["tpu v5e", "tpu v6e"])
-def test_a_tpu_gathers_rows_of_16_bits_in_the_compiled_program(target: str):
-    """The rows of both ends of an edge, and the cotangents of sums: three gathers."""
-    lines = ran("-c", GATHERS.format(target=target)).splitlines()
-    assert lines == ["0 3", "1 2"]
-
-
-ERROR_FUNCTION = """
-import re
-import jax, jax.numpy as jnp, precpass as pp
-from jax import lax
-
-def loss(k, w, v, x):
-    axes = ("NHWC", "HWIO", "NHWC")
-    y = lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=axes,
-                                 feature_group_count=96)
-    return jnp.square(x + jax.nn.gelu(y @ w, approximate=False) @ v).mean()
-
-shapes = (7, 7, 1, 96), (96, 384), (384, 96), (64, 56, 56, 96)
-args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-text = pp.audit(jax.grad(loss, (0, 1, 2)), "AutoMixedBf16", target={target!r})(*args).hlo
-kernels = re.findall(r"\\n%\\S+ \\([^\\n]*{{\\n(.*?)\\n}}\\n", text, re.S)
-print(sum(bool(re.search(r"%erfc\\S* = \\S+ divide", kernel)) for kernel in kernels))
-"""
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("target", ["tpu v5e", "tpu v6e"])
-def test_a_tpu_computes_an_error_function_once_in_the_compiled_program(target: str):
-    """And not again in the product that makes the gradient of the weights that read it."""
-    assert ran("-c", ERROR_FUNCTION.format(target=target)).split() == ["1"]
-
-
 POOLED = """
 import jax, jax.numpy as jnp, precpass as pp
 from jax import lax

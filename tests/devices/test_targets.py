@@ -176,18 +176,6 @@ def test_a_host_callback_is_refused_where_there_is_no_host(
     assert not calls
 
 
-@pytest.mark.release
-def test_the_command_line_takes_a_target(tmp_path: Path):
-    file = tmp_path / "model.py"
-    file.write_text("import jax.numpy as jnp\ndef f(x):\n    return jnp.tanh(x @ x)\n")
-    command = [sys.executable, "-m", "precpass", "diff", f"{file}:f", "--args", "f32[8,8]"]
-    good = subprocess.run([*command, "--target", "h100"], capture_output=True, text=True)
-    assert (good.returncode, "result in bf16" in good.stdout) == (0, True), good.stderr
-    bad = subprocess.run([*command, "--target", "b300"], capture_output=True, text=True)
-    assert bad.returncode == 2
-    assert "precpass: unknown target 'b300'" in bad.stderr
-
-
 def test_nothing_is_timed_on_a_target():
     with pytest.raises(ValueError, match=r"rounds=3 with a target: .*leave rounds out"):
         pp.compare(jnp.sin, "AlwaysF32", target="h100", rounds=3)

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export, lax
+from jax import lax
 from jax.experimental import jet
-from jax.sharding import PartitionSpec as P
 
 import precpass as pp
 from precpass.analysis.residuals import kept_bytes
@@ -121,41 +120,7 @@ def _unrolled(x: jax.Array) -> jax.Array:
     return (jnp.tanh(x @ SQUARE) * jax.nn.sigmoid(x @ SQUARE)).sum()
 
 
-@pytest.mark.release
-def test_gradients_are_exported_for_every_platform_and_taken_on_a_mesh():
-    mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def on_mesh(fn: Callable[..., Any]) -> Any:
-        def of_shard(*args: Any) -> Any:
-            return lax.pmean(fn(*args), "devices")
-
-        return jax.shard_map(
-            of_shard, mesh=mesh, in_specs=(P(), P(), P(None, "devices")), out_specs=P()
-        )
-
-    with planned_for(target_of("h100")):
-        mixed = pp.auto_mixed(recurrent, "AutoMixedBf16")
-        gradient = jax.jit(jax.grad(mixed, (0, 1)))
-        wanted = gradient(W, V, X)
-        exported = export.export(gradient, platforms=("cpu", "cuda", "tpu"))(W, V, X)
-        again = export.deserialize(exported.serialize()).call(W, V, X)
-        sharded = jax.jit(jax.grad(on_mesh(mixed), (0, 1)))(W, V, X)
-        outside = jax.jit(jax.grad(pp.auto_mixed(on_mesh(recurrent)), (0, 1)))(W, V, X)
-    for got in (again, sharded, outside):
-        assert all(rel_error(a, b) < 0.01 for a, b in zip(got, wanted, strict=True))
-
-
 def test_only_functions_of_what_products_made_are_rounded():
-    def orbit(x: jax.Array) -> jax.Array:
-        def step(position: jax.Array, _: Any) -> Any:
-            return position + 0.1 * jnp.tanh(position) * jnp.sin(position), None
-
-        end = lax.scan(step, x, None, length=4)[0]
-        return jnp.square(end @ SQUARE).sum()
-
-    names = [name for name, _ in forms(orbit, normal_array(6, 16, 32))]
-    assert names == []
-
     def gated(x: jax.Array, gate: jax.Array) -> jax.Array:
         def step(h: jax.Array, _: Any) -> Any:
             return jnp.tanh(h @ SQUARE) * gate, None
@@ -169,52 +134,9 @@ def test_only_functions_of_what_products_made_are_rounded():
     assert found["tanh"].low_factors == (True,)
 
 
-@pytest.mark.release(keep=2)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"target": None},
-        {"policy": pp.AutoMixedBf16.with_results("f32")},
-        {"policy": "AutoMixed"},  # float16 has not the range
-        {"policy": "AlwaysF32"},
-    ],
-    ids=["cpu", "wide results", "float16", "AlwaysF32"],
-)
-def test_nothing_is_saved_low_where_nothing_of_the_kind_is_stored(options: dict[str, Any]):
-    assert forms(dense, SQUARE, BIAS, X[0])
-    assert forms(dense, SQUARE, BIAS, X[0], **options) == []
-    # a gradient's program has its own storage
-    assert forms(jax.grad(dense), SQUARE, BIAS, X[0]) == []
-
-
-def test_a_region_and_a_rule_keep_the_derivative_too():
-    def kept(w: jax.Array, x: jax.Array) -> jax.Array:
-        h = x @ w
-        with pp.keep("f32"):
-            h = jnp.tanh(h)
-        return (h @ w).sum()
-
-    def of(fn: Callable[..., Any], policy: Any = "AutoMixedBf16") -> list[str]:
-        return [name for name, _ in forms(fn, SQUARE, X[0], policy=policy)]
-
-    def plain(w: jax.Array, x: jax.Array) -> jax.Array:
-        return (jnp.tanh(x @ w) @ w).sum()
-
-    assert of(plain) == ["tanh"]
-    assert of(kept) == []
-    rule = pp.Rule(primitive="tanh", precision="f32")
-    assert of(plain, pp.AutoMixedBf16.with_rules(rule)) == []
-
-
 def test_outside_of_loops_factors_are_rounded_of_functions_whose_values_are():
     found = dict(forms(dense, SQUARE, BIAS, X[0]))
     assert found["erfc"].low_factors == (True,)
-    assert "mul" not in found
-
-    def swish(w: jax.Array, x: jax.Array) -> jax.Array:
-        return (jax.nn.silu(x @ w) @ w).sum()
-
-    assert forms(swish, SQUARE, X[0]) == []  # XLA computes a logistic again
 
 
 def test_the_cotangent_of_a_product_with_a_bias_is_rounded_once_for_all_readers():
@@ -229,16 +151,7 @@ def test_the_cotangent_of_a_product_with_a_bias_is_rounded_once_for_all_readers(
     assert all(1e-5 < rel_error(a, b) < 0.01 for a, b in zip(got, wanted, strict=True))
 
 
-def test_what_a_checkpoint_computes_again_is_not_rounded():
-    def layers(w: jax.Array, x: jax.Array) -> jax.Array:
-        def layer(h: jax.Array, _: Any) -> Any:
-            h = h @ w
-            return jax.nn.silu(h) * jnp.arctan(h), None
-
-        return lax.scan(jax.checkpoint(layer), x, None, length=3)[0].sum()
-
-    assert forms(layers, SQUARE, X[0]) == []
-    # what is around the loop computes the loop again, which saves what it did
+def test_what_is_around_a_loop_computes_the_loop_again_which_saves_what_it_did():
     around = jax.checkpoint(lambda w, xs: recurrent(w, V, xs))
     assert {name for name, _ in forms(around, W, X)} >= {"logistic", "tanh", "mul"}
 
@@ -348,15 +261,6 @@ def test_between_two_jits_only_the_rounded_factors_are_saved():
         return sum(v.size * v.dtype.itemsize for v in stacks)
 
     assert stacked(saved) < stacked(plain)
-
-
-def test_the_cotangent_of_a_residual_stream_is_not_rounded():
-    def blocks(w: jax.Array, x: jax.Array) -> jax.Array:
-        for _ in range(3):
-            x = x + x @ w
-        return jnp.square(x).sum()
-
-    assert forms(blocks, SQUARE, X[0]) == []
 
 
 def test_a_functions_value_is_the_same_and_an_inner_one_is_said_in_the_diff():

@@ -198,23 +198,6 @@ def test_the_values_are_those_of_a_float32_cache_to_the_last_bit(name: str):
     assert rel_error(found, jax.jit(LOW[name])(W, X)) < 0.05
 
 
-@pytest.mark.release
-@pytest.mark.parametrize("name", [name for name in LOW if name != "while"])
-@pytest.mark.parametrize("inside", [True, False], ids=["grad(auto)", "auto(grad)"])
-def test_so_are_the_gradients(name: str, inside: bool):
-    def gradients(policy: Any) -> Any:
-        mixed = functools.partial(pp.auto_mixed, policy=policy)
-        fn = mixed(LOW[name]) if inside else LOW[name]
-        grad = jax.grad(lambda w, x: jnp.square(fn(w, x)).sum(), argnums=(0, 1))
-        return (grad if inside else mixed(grad))(W, X)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", pp.PrecisionWarning)
-        assert jax.tree.all(
-            jax.tree.map(jnp.array_equal, gradients("AutoMixedBf16"), gradients(WIDE))
-        )
-
-
 # ---------------------------------------------------------------- what stays in float32
 
 

@@ -29,14 +29,6 @@ def rnn(w: Any, xs: Any) -> Any:
     return lax.scan(lambda h, x: (jnp.tanh(h @ w + x),) * 2, h, xs)[1].sum()
 
 
-def by_hand(w: Any, xs: Any) -> Any:
-    def step(h: Any, x: Any) -> Any:
-        low = h.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
-        return (jnp.tanh(jnp.dot(*low, preferred_element_type=jnp.float32) + x),) * 2
-
-    return lax.scan(step, jnp.zeros((BATCH, WIDTH)), xs)[1].sum()
-
-
 def mixed(w: Any, xs: Any) -> Any:
     return pp.auto_mixed(rnn)(w, xs)
 
@@ -62,11 +54,6 @@ def whole_conversions(fn: Callable[..., Any]) -> list[str]:
 @pytest.mark.parametrize("fn", [mixed, under_remat], ids=lambda fn: fn.__name__)
 def test_no_trip_converts_a_whole_stack(fn: Callable[..., Any]):
     assert whole_conversions(jax.grad(fn)) == []
-
-
-@pytest.mark.skipif(not ir.WIDENS_STACKS, reason="jax 0.11 and later keep the stack as it is")
-def test_such_a_conversion_would_be_found():
-    assert whole_conversions(jax.grad(by_hand))
 
 
 def test_the_backward_pass_reads_the_bits_where_a_stack_would_be_widened():

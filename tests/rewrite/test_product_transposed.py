@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export, lax
+from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jax.interpreters import partial_eval
 
 import precpass as pp
 from precpass import jaxpr as ir
@@ -32,12 +31,6 @@ WIDE_SUMS = [*DOTS, "ragged_dot"]
 def integers(seed: int, *shape: int) -> jax.Array:
     """Whole numbers of few bits: their products and sums are exact in float32."""
     return on_device(np.random.default_rng(seed).integers(1, 16, shape).astype(np.float32))
-
-
-def alive(fn: Callable[..., Any], *args: Any) -> Any:
-    """The jaxpr of a function without what nobody reads."""
-    traced = jax.make_jaxpr(fn)(*args)
-    return partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.out_avals))[0]
 
 
 def forms(jaxpr: Any) -> set[tuple[str, ...]]:
@@ -216,76 +209,6 @@ def test_low_copies_are_mapped_with_what_they_are_copies_of(dims: tuple[Any, Any
         return got, jax.jvp(jax.vmap(jnp.matmul, axes[:2]), given, tangents)[1]
 
     assert_near(*both(given[:2], copies, tangents), 0.02)
-
-
-def composed() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    saves = jax.checkpoint_policies.dots_saveable
-
-    @jax.custom_vjp
-    def scaled(w, x):
-        return x @ w
-
-    scaled.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, g: jax.vjp(layer, *kept)[1](g.sum()))
-
-    @jax.custom_jvp
-    def ruled(w, x):
-        return x @ w
-
-    ruled.defjvp(lambda p, t: (p[1] @ p[0], p[1] @ t[0] + t[1] @ p[0]))
-    mixed: Callable[[Any], Any] = pp.auto_mixed
-    made: dict[str, tuple[Callable[..., Any], Any]] = {
-        "grad": (lambda m: jax.grad(m(layer), (0, 1)), layer),
-        "remat": (lambda m: jax.grad(jax.checkpoint(m(layer), policy=saves), (0, 1)), layer),
-        "remat inside": (
-            lambda m: jax.grad(m(jax.checkpoint(layer, policy=saves)), (0, 1)),
-            layer,
-        ),
-        "jvp of vjp": (
-            lambda m: lambda w, x: jax.jvp(jax.grad(m(layer), (0, 1)), (w, x), (jnp.cos(w), x)),
-            layer,
-        ),
-        "vjp of jvp": (
-            lambda m: jax.grad(lambda w, x: jax.jvp(m(layer), (w, x), (jnp.cos(w), x))[1], (0, 1)),
-            layer,
-        ),
-        "hessian": (lambda m: jax.hessian(m(layer)), layer),
-        "vmap of grad": (
-            lambda m: lambda w, x: jax.vmap(jax.grad(m(layer)), (None, 0))(w, x[:, None]),
-            layer,
-        ),
-        "linear_transpose": (
-            lambda m: lambda w, x: jax.linear_transpose(m(lambda w: x @ w), w)(x[..., :5]),
-            layer,
-        ),
-        "custom_vjp": (lambda m: jax.grad(m(lambda w, x: scaled(w, x).sum()), (0, 1)), scaled),
-        "custom_jvp": (
-            lambda m: jax.grad(m(lambda w, x: jnp.arctan(ruled(w, x)).sum()), (0, 1)),
-            ruled,
-        ),
-        "jacobian": (lambda m: jax.jacrev(jax.jacfwd(m(layer))), layer),
-    }
-    return {name: ((make(mixed), make(lambda f: f)), (W, X)) for name, (make, _) in made.items()}
-
-
-COMPOSED = composed()
-
-
-@pytest.mark.release(keep=1)
-@pytest.mark.parametrize("name", COMPOSED)
-def test_compositions_are_low_and_near(name: str):
-    (mixed, plain), args = COMPOSED[name]
-    jaxpr = jax.make_jaxpr(mixed)(*args)
-    assert forms(jaxpr) == LOWERED
-    assert_near(*jax.jit(lambda *args: (mixed(*args), plain(*args)))(*args), 0.02)
-
-
-def test_the_barriers_are_those_of_the_platform():
-    fn = jax.jit(jax.grad(pp.auto_mixed(layer), (0, 1)))
-    text = {
-        p: export.export(fn, platforms=(p,))(W, X).mlir_module() for p in ("cpu", "cuda", "tpu")
-    }
-    assert "optimization_barrier" in text["cpu"] and "xbf16>" in text["cuda"]
-    assert not any("optimization_barrier" in text[p] for p in ("cuda", "tpu"))
 
 
 def test_wide_again_under_always_f32():
