@@ -137,10 +137,7 @@ class Plain:
             return self.body(jaxpr, [to_numpy(x) for x in args])
 
     def body(self, jaxpr: Any, args: Sequence[Array]) -> list[Array]:
-        inner = opened(jaxpr)
-        env: dict[Any, Array] = dict(zip(inner.invars, args, strict=True))
-        consts = map(to_numpy, map(jnp.asarray, getattr(jaxpr, "consts", ())))
-        env.update(zip(inner.constvars, consts, strict=False))
+        inner, env = opened(jaxpr), entered(jaxpr, args)
         for eqn in inner.eqns:
             given = [read(env, v) for v in eqn.invars]
             out = self.equation(eqn, given)
@@ -165,6 +162,13 @@ class Plain:
         elif name in SELECTING and is_float(eqn.invars[0].aval):
             self.decisions.append(_selection(name, args))
         return out
+
+
+def entered(jaxpr: Any, args: Sequence[Array]) -> dict[Any, Array]:
+    """The values of a jaxpr's arguments and constants."""
+    consts = map(to_numpy, map(jnp.asarray, getattr(jaxpr, "consts", ())))
+    of_consts = zip(opened(jaxpr).constvars, consts, strict=False)
+    return {**dict(zip(opened(jaxpr).invars, args, strict=True)), **dict(of_consts)}
 
 
 def read(env: dict[Any, Array], atom: Any) -> Array:
@@ -248,10 +252,7 @@ class Planned:
         return [cast(x, v.aval.dtype) for x, v in zip(out, opened(jaxpr).outvars, strict=True)]
 
     def body(self, jaxpr: Any, plan: pp.Plan, args: Sequence[Array]) -> list[Array]:
-        inner = opened(jaxpr)
-        env: dict[Any, Array] = dict(zip(inner.invars, args, strict=True))
-        consts = map(to_numpy, map(jnp.asarray, getattr(jaxpr, "consts", ())))
-        env.update(zip(inner.constvars, consts, strict=False))
+        inner, env = opened(jaxpr), entered(jaxpr, args)
         for eqn, decision in zip(inner.eqns, plan.decisions, strict=True):
             out = self.equation(env, eqn, decision)
             env.update(zip(eqn.outvars, out, strict=True))
