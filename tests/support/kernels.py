@@ -2,8 +2,9 @@
 
 Nothing here comes from the package. A sum or product of many float32 terms is taken in float64 and
 rounded once, so that it does not depend on the order of its terms; one whose operands are low is
-taken in their own format, term by term, so that it loses what such a sum loses. All else that is
-low is computed in float32 and rounded once. Where numpy knows an operation, nothing is compiled.
+taken in their own format, term by term, so that it loses what such a sum loses. A function
+of low elements is computed in float32 and rounded once; all else is JAX's own kernel. Where numpy
+knows an operation, nothing is compiled.
 """
 
 import functools
@@ -26,12 +27,12 @@ Rule = Callable[..., Any]
 
 def leaf(eqn: Any, args: Sequence[Array]) -> list[Array]:
     """The results of an equation without a body; `args` are numpy arrays and keys."""
-    if any(isinstance(x, jax.Array) for x in args):
+    rule = RULES.get(eqn.primitive.name)
+    if rule is None or any(isinstance(x, jax.Array) for x in args):
         return bind(eqn, args)
-    out = RULES.get(eqn.primitive.name, _in_float32)(eqn, *args)
+    out = rule(eqn, *args)
     # numpy makes scalars of arrays without dimensions
-    out = out if eqn.primitive.multiple_results else [out]
-    return [x if isinstance(x, jax.Array) else np.asarray(x) for x in out]
+    return [np.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
 
 
 def bind(eqn: Any, args: Sequence[Array]) -> list[Array]:
@@ -103,13 +104,17 @@ def _one(eqn: Any, out: list[Array]) -> Any:
     return out if eqn.primitive.multiple_results else out[0]
 
 
+def _bound(eqn: Any, *args: Array) -> Any:
+    return _one(eqn, bind(eqn, args))
+
+
 def accumulated(eqn: Any, *args: Array) -> Any:
     """By JAX's own kernel, in the format that the operands have."""
-    return bind(eqn, args)[0] if args[0].dtype in LOW else in_float64(eqn, *args)
+    return (_bound if args[0].dtype in LOW else in_float64)(eqn, *args)
 
 
 def _product(eqn: Any, *args: Array) -> Any:
-    return in_float64(eqn, *args) if is_float(eqn.outvars[0].aval) else bind(eqn, args)[0]
+    return (in_float64 if is_float(eqn.outvars[0].aval) else _bound)(eqn, *args)
 
 
 def _elementwise(fn: Callable[..., Array]) -> Rule:
@@ -201,7 +206,8 @@ def _slice(eqn: Any, x: Array) -> Array:
 
 
 def _reshaped(eqn: Any, x: Array, *_: Array) -> Array:
-    return x.reshape(eqn.outvars[0].aval.shape)
+    dims = eqn.params.get("dimensions") if eqn.primitive.name == "reshape" else None
+    return (x if dims is None else x.transpose(dims)).reshape(eqn.outvars[0].aval.shape)
 
 
 def _same(eqn: Any, x: Array, *_: Array) -> Array:
@@ -224,17 +230,19 @@ _ACCUMULATING = ("cumsum", "cumprod", "cumlogsumexp", "scatter-add", "scatter-mu
 _ACCUMULATING += ("reduce_window_sum", "select_and_scatter_add")
 _SAME = ("copy", "copy_p", "name", "stop_gradient")
 _SAME += ("precpass_carrier", "precpass_detach", "precpass_pin")
-_OWN_FORMAT = ("bitcast_convert_type", "nextafter", "reduce_precision", "reduce_window")
-_OWN_FORMAT += ("scatter", "scatter-min", "scatter-max", "scatter-sub", "iota")
+_IN_FLOAT32 = ("integer_pow", "round", "ceil", "clamp", "exp2", "log2", "erfc", "erf_inv", "tan")
+_IN_FLOAT32 += ("acos", "asin", "sinh", "cosh", "acosh", "asinh", "atanh", "lgamma", "digamma")
+_IN_FLOAT32 += ("igamma", "igammac", "igamma_grad_a", "random_gamma_grad", "polygamma", "zeta")
+_IN_FLOAT32 += ("bessel_i0e", "bessel_i1e", "regularized_incomplete_beta")
 
 RULES: dict[str, Rule] = {
     **{name: _elementwise(fn) for name, fn in _ELEMENTWISE.items()},
-    **dict.fromkeys(_OWN_FORMAT, lambda eqn, *xs: _one(eqn, bind(eqn, xs))),
+    **dict.fromkeys(_IN_FLOAT32, _in_float32),
     **dict.fromkeys(_ACCUMULATING, accumulated),
     **dict.fromkeys(_SAME, _same),
-    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
+    **dict.fromkeys(("reshape", "squeeze"), _reshaped),
     **dict.fromkeys(("dot_general", "conv_general_dilated", "ragged_dot_general"), _product),
-    "div": lambda eqn, x, y: (_divide if is_float(x) else _in_float32)(eqn, x, y),
+    "div": lambda eqn, x, y: (_divide if is_float(x) else _bound)(eqn, x, y),
     "convert_element_type": _convert,
     "select_n": _select_n,
     "broadcast_in_dim": _broadcast_in_dim,
@@ -246,6 +254,6 @@ RULES: dict[str, Rule] = {
     "optimization_barrier": lambda eqn, *xs: list(xs),
     "reduce_sum": _reduced(np.add, 0.0),
     "reduce_prod": _reduced(np.multiply, 1.0),
-    "reduce": _reduce,
+    "reduce": lambda eqn, *xs: (_reduce if len(xs) == 2 else _bound)(eqn, *xs),
     "custom_lin": _undefined,
 }
