@@ -28,7 +28,7 @@ Rule = Callable[..., Any]
 def leaf(eqn: Any, args: Sequence[Array]) -> list[Array]:
     """The results of an equation without a body; `args` are numpy arrays and keys."""
     rule = RULES.get(eqn.primitive.name)
-    if rule is None or any(isinstance(x, jax.Array) for x in args):
+    if rule is None or any(isinstance(x, jax.Array) or np.iscomplexobj(x) for x in args):
         return bind(eqn, args)
     out = rule(eqn, *args)
     # numpy makes scalars of arrays without dimensions
@@ -109,8 +109,8 @@ def _bound(eqn: Any, *args: Array) -> Any:
 
 
 def accumulated(eqn: Any, *args: Array) -> Any:
-    """By JAX's own kernel, in the format that the operands have."""
-    return (_bound if args[0].dtype in LOW else in_float64)(eqn, *args)
+    """By JAX's own kernel, in the format that the operands have unless that is float32."""
+    return (in_float64 if args[0].dtype == F32 else _bound)(eqn, *args)
 
 
 def _product(eqn: Any, *args: Array) -> Any:

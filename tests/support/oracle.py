@@ -16,7 +16,7 @@ import numpy as np
 
 import precpass as pp
 from tests.support.jaxprs import LOW, PRODUCTS, opened
-from tests.support.kernels import F64, Array, cast, is_float, leaf, retyped, to_numpy
+from tests.support.kernels import F32, F64, Array, cast, is_float, leaf, retyped, to_numpy
 
 Call = Callable[[int, Any, Sequence[Array]], list[Array]]
 
@@ -274,6 +274,10 @@ class Planned:
             self.products.append((eqn, decision, written))
         if decision.action is pp.types.Action.WIDEN:
             wide = decision.compute.dtype
+            held = [
+                _as_written(v) if is_literal(v) and wide == F64 else x
+                for x, v in zip(held, eqn.invars, strict=True)
+            ]
             given = [
                 cast(x, wide) if is_float(v.aval) else x
                 for x, v in zip(held, eqn.invars, strict=True)
@@ -306,6 +310,12 @@ class Planned:
             return _rounded(self.body(jaxpr, plan, given), plan.border_copies.results)
 
         return call
+
+
+def _as_written(literal: Any) -> Array:
+    """A number as it stands in the program, before JAX rounds it to float32."""
+    value = read({}, literal)
+    return np.asarray(float(str(value)), F64) if value.dtype == F32 and not value.ndim else value
 
 
 def _stored(values: Sequence[Array], decision: pp.types.Decision) -> list[Array]:
