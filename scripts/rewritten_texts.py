@@ -21,7 +21,6 @@ import difflib
 import gzip
 import itertools
 import json
-import os
 import re
 import sys
 import warnings
@@ -30,9 +29,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-# as the tests have it, so that random programs with shards are the same
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import jax
 import sweeping
@@ -75,30 +71,19 @@ def benchmark_subjects() -> Iterator[Subject]:
 
 
 def random_subjects(count: int) -> Iterator[Subject]:
-    """The first random programs of the sweep, without those that plain JAX refuses."""
-    from tests.support import (
-        random_flow,  # noqa: F401 -- registers its ingredients
-        random_ops,  # noqa: F401 -- registers its ingredients
-        random_pieces,  # noqa: F401 -- registers its ingredients
-    )
-    from tests.support.random_checks import FORMS, swept_case
-    from tests.support.random_programs import build
+    """The first random programs that hypothesis draws, without those that plain JAX refuses."""
+    from tests.support.policy_checks import FORMS, cases
+    from tests.support.random_programs import numbered
 
-    for index in itertools.count():
-        if not count:
-            return
-        case = swept_case(SEED, index)
-        function = FORMS[case.form](build(case.program)[0])
-        settings = partial(strictly, case.program.x64)
+    for index, case in enumerate(numbered(cases(), count, SEED)):
+        function, settings = FORMS[case.form](case.fn), partial(strictly, case.x64)
         with settings():
-            arguments = case.program.args()
             try:
-                jax.eval_shape(function, *arguments)
+                jax.eval_shape(function, *case.args)
             except (NotImplementedError, TypeError, ValueError):
                 continue
         target = (None, *TARGETS)[index % 3]
-        yield Subject(f"random {index}, {case.form}", function, arguments, settings, target)
-        count -= 1
+        yield Subject(f"random {index}, {case.form}", function, case.args, settings, target)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from jax import lax
 import precpass as pp
 from precpass.plan import reasons
 from precpass.types import Action
-from tests.support.product_counts import PROGRAMS as TABLE
+from tests.support import compositions
 from tests.support.values import f32
 from tests.test_structure import FILES, parse
 
@@ -130,11 +130,10 @@ def test_a_plan_gives_each_reason_and_its_remedy_is_found(name, tmp_path):
     assert {str(found.template.text) for found in given} == {reason.text}
 
 
-@pytest.mark.parametrize("name", sorted(TABLE)[::11])
+@pytest.mark.parametrize("name", sorted(compositions.PROGRAMS)[::3])
 @pytest.mark.parametrize("policy", ["AutoMixed", "AlwaysBf16", "AlwaysF32"])
 def test_what_programs_from_elsewhere_leave_wide_has_a_remedy(name, policy):
-    fn, args = TABLE[name]()
-    said = sentences(fn, policy, args)
+    said = sentences(compositions.PROGRAMS[name], policy, (compositions.X, compositions.W))
     # a program whose every equation is changed has none, but under AlwaysF32 each is left
     assert said or policy != "AlwaysF32"
     for reason in said:

@@ -1,15 +1,13 @@
-"""JAX's own primitive harnesses as programs with arguments, a sample of them, and derivatives.
+"""JAX's own primitive harnesses as programs for `policy_checks`, and a sample of them.
 
-A harness is one use of one primitive, with arguments, as JAX tests itself; their list
-depends on x64 at import. What is checked of them stands in harness_checks.py.
+A harness is one use of one primitive, with arguments, as JAX tests itself; their list depends on
+x64 at import.
 """
-
-from __future__ import annotations
 
 import functools
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,122 +15,79 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.support.jaxprs import LOW
-
-# ---------------------------------------------------------------- harnesses
+from tests.support.passes import POLICIES
+from tests.support.policy_checks import Case, numeric
 
 
 @functools.cache
-def harnesses() -> list[Any]:
-    """Those that JAX implements on CPU, for x64 as it is at the first call."""
+def harnesses() -> dict[str, Any]:
+    """Those that JAX implements on CPU, for x64 as it is at the first call, by short names."""
     from jax._src.internal_test_util import test_harnesses
 
-    return [h for h in test_harnesses.all_harnesses if h.filter("cpu")]
+    found = [h for h in test_harnesses.all_harnesses if h.filter("cpu")]
+    # the full names have several hundred letters
+    return {f"{h.group_name}-{zlib.crc32(h.fullname.encode()):08x}": h for h in found}
 
 
-def short_id(harness: Any) -> str:
-    """A name for reports: the full ones have several hundred letters."""
-    return f"{harness.group_name}-{zlib.crc32(harness.fullname.encode()):08x}"
-
-
-@functools.cache
-def _by_id() -> dict[str, Any]:
-    return {short_id(h): h for h in harnesses()}
-
-
-def harness(name: str) -> Any:
-    """The one with a short id."""
-    return _by_id()[name]
-
-
-def program(harness: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A harness as a function and its arguments, the same in every run."""
-    seed = zlib.adler32(harness.fullname.encode())
-    args = tuple(harness.dyn_args_maker(np.random.RandomState(seed)))
-    return lambda *xs: harness.dyn_fun(*xs), args
-
-
-def sample() -> dict[str, list[Any]]:
+def sample() -> dict[str, list[str]]:
     """Of every group a float32 harness and one of a 16-bit or integer type, where they exist.
 
     Which ones depends on their names alone.
     """
-    groups: dict[str, list[Any]] = {}
-    for h in sorted(harnesses(), key=lambda h: zlib.crc32(h.fullname.encode())):
-        groups.setdefault(h.group_name, []).append(h)
-    return {name: _chosen(groups[name]) for name in sorted(groups)}
+    groups: dict[str, list[str]] = {}
+    for name in sorted(harnesses(), key=lambda name: name.rpartition("-")[2]):
+        groups.setdefault(harnesses()[name].group_name, []).append(name)
+    return {group: _chosen(groups[group]) for group in sorted(groups)}
 
 
-def _chosen(group: list[Any]) -> list[Any]:
-    def first(wanted: Callable[[np.dtype[Any]], bool]) -> list[Any]:
-        return [h for h in group if h.dtype is not None and wanted(np.dtype(h.dtype))][:1]
+def _chosen(group: list[str]) -> list[str]:
+    def first(wanted: Callable[[np.dtype[Any]], bool]) -> list[str]:
+        dtypes = ((name, harnesses()[name].dtype) for name in group)
+        return [name for name, d in dtypes if d is not None and wanted(np.dtype(d))][:1]
 
-    wide = first(lambda d: d == np.float32)
-    low = first(lambda d: d in LOW)
-    integer = first(lambda d: d.kind in "iub")
-    found = wide + (low or integer)
-    return (found + [h for h in group if h not in found])[: max(2, len(found))]
-
-
-# ---------------------------------------------------------------- programs
+    found = first(lambda d: d == np.float32)
+    found += first(lambda d: d in LOW) or first(lambda d: d.kind in "iub")
+    return (found + [name for name in group if name not in found])[: max(2, len(found))]
 
 
-def derivative(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """The pullback of a program's floating results to its floating arguments, or the tangents.
+def cases(name: str, derivatives: bool = False) -> Iterator[Case]:
+    """A harness under every preset, and its derivatives with the pass on either side."""
+    harness = harnesses()[name]
+    seed = zlib.adler32(harness.fullname.encode())
+    args = tuple(harness.dyn_args_maker(np.random.RandomState(seed)))
+    # a function without floats is refused
+    fn = lambda one, *xs: harness.dyn_fun(*xs)  # noqa: E731
+    x64 = jax.config.jax_enable_x64
+    for policy in POLICIES:
+        yield Case(fn, (np.float32(1), *args), policy.name, compiled=True, x64=x64)
+        if derivatives and any(numeric(jnp.asarray(x)) for x in jax.tree.leaves(args)):
+            derived = _differentiable(harness.dyn_fun, args)
+            for form, inside in (("grad", True), ("grad", False), ("jvp", True)):
+                yield Case(*derived, policy.name, form, inside, x64=x64)
 
-    Returns:
-        (function, its arguments, a function that takes the derivative of another form of
-        the program); None where the plain program has neither.
-    """
-    leaves = jax.tree.leaves(args)
+
+def _differentiable(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """A loss of a program's floating arguments, and the arguments."""
+    leaves, tree = jax.tree.flatten(args)
+    at = [i for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+
+    def loss(params: list[Any], others: list[Any]) -> tuple[Any, Any]:
+        filled = list(others)
+        for i, x in zip(at, params, strict=True):
+            filled[i] = x
+        results = [x for x in jax.tree.leaves(fn(*jax.tree.unflatten(tree, filled))) if numeric(x)]
+        sums = [jnp.sum(jnp.real(x).astype(jnp.float32) * np.float32(0.7)) for x in results]
+        return sum(sums, jnp.float32(0)), results
+
+    return loss, ([jnp.asarray(leaves[i]) for i in at], leaves)
+
+
+def runs(case: Case) -> bool:
+    """Whether JAX itself can run a case's program."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        results = jax.tree.leaves(jax.eval_shape(fn, *args))
-    at = [i for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
-    out = [i for i, x in enumerate(results) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    if not at or not out:
-        return None
-    random = np.random.RandomState(len(leaves))
-
-    def direction(like: Any) -> Any:
-        return np.asarray(random.standard_normal(np.shape(like))).astype(jnp.result_type(like))
-
-    for mode, towards in (
-        (_pullback, [direction(results[i]) for i in out]),
-        (_pushforward, [direction(leaves[i]) for i in at]),
-    ):
-        take = _taker(mode, at, out)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                jax.eval_shape(take(fn), towards, *args)
-            except Exception:
-                continue
-        return take(fn), (towards, *args), take
-    return None
-
-
-def _taker(mode: Callable[..., Any], at: list[int], out: list[int]) -> Callable[..., Any]:
-    def take(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def derived(towards: list[Any], *args: Any) -> Any:
-            leaves, tree = jax.tree.flatten(args)
-
-            def on_floats(*xs: Any) -> list[Any]:
-                filled = list(leaves)
-                for i, x in zip(at, xs, strict=True):
-                    filled[i] = x
-                results = jax.tree.leaves(fn(*jax.tree.unflatten(tree, filled)))
-                return [results[i] for i in out]
-
-            return mode(on_floats, [jnp.asarray(leaves[i]) for i in at], towards)
-
-        return derived
-
-    return take
-
-
-def _pullback(fn: Callable[..., Any], primals: list[Any], cotangents: list[Any]) -> Any:
-    return jax.vjp(fn, *primals)[1](cotangents)
-
-
-def _pushforward(fn: Callable[..., Any], primals: list[Any], tangents: list[Any]) -> Any:
-    return jax.jvp(fn, tuple(primals), tuple(tangents))[1]
+        try:
+            jax.block_until_ready(jax.jit(case.fn)(*case.args))
+        except Exception:
+            return False
+    return True

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import precpass as pp
-from tests.support.jaxprs import PRODUCTS, opened
-from tests.support.kernels import F32, F64, LOW, Array, params_at, to_numpy
-from tests.support.reference import leaf
+from tests.support.jaxprs import LOW, PRODUCTS, opened
+from tests.support.kernels import F32, F64, Array, cast, is_float, leaf, retyped, to_numpy
 
 Call = Callable[[int, Any, Sequence[Array]], list[Array]]
 
@@ -41,11 +40,6 @@ BODIES = frozenset({*CALLS, "scan", "while", "cond", "custom_linear_solve"})
 
 def is_literal(atom: Any) -> bool:
     return hasattr(atom, "val")
-
-
-def is_float(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and (dtype in LOW or dtype in (F32, F64))
 
 
 def scan_split(params: Any) -> tuple[int, int]:
@@ -143,10 +137,7 @@ class Plain:
             return self.body(jaxpr, [to_numpy(x) for x in args])
 
     def body(self, jaxpr: Any, args: Sequence[Array]) -> list[Array]:
-        inner = opened(jaxpr)
-        env: dict[Any, Array] = dict(zip(inner.invars, args, strict=True))
-        consts = map(to_numpy, map(jnp.asarray, getattr(jaxpr, "consts", ())))
-        env.update(zip(inner.constvars, consts, strict=False))
+        inner, env = opened(jaxpr), entered(jaxpr, args)
         for eqn in inner.eqns:
             given = [read(env, v) for v in eqn.invars]
             out = self.equation(eqn, given)
@@ -171,6 +162,13 @@ class Plain:
         elif name in SELECTING and is_float(eqn.invars[0].aval):
             self.decisions.append(_selection(name, args))
         return out
+
+
+def entered(jaxpr: Any, args: Sequence[Array]) -> dict[Any, Array]:
+    """The values of a jaxpr's arguments and constants."""
+    consts = map(to_numpy, map(jnp.asarray, getattr(jaxpr, "consts", ())))
+    of_consts = zip(opened(jaxpr).constvars, consts, strict=False)
+    return {**dict(zip(opened(jaxpr).invars, args, strict=True)), **dict(of_consts)}
 
 
 def read(env: dict[Any, Array], atom: Any) -> Array:
@@ -251,13 +249,10 @@ class Planned:
         """Its results, with the avals of the original."""
         with np.errstate(all="ignore"):
             out = self.body(jaxpr, plan, [to_numpy(x) for x in args])
-        return [_as(x, v.aval.dtype) for x, v in zip(out, opened(jaxpr).outvars, strict=True)]
+        return [cast(x, v.aval.dtype) for x, v in zip(out, opened(jaxpr).outvars, strict=True)]
 
     def body(self, jaxpr: Any, plan: pp.Plan, args: Sequence[Array]) -> list[Array]:
-        inner = opened(jaxpr)
-        env: dict[Any, Array] = dict(zip(inner.invars, args, strict=True))
-        consts = map(to_numpy, map(jnp.asarray, getattr(jaxpr, "consts", ())))
-        env.update(zip(inner.constvars, consts, strict=False))
+        inner, env = opened(jaxpr), entered(jaxpr, args)
         for eqn, decision in zip(inner.eqns, plan.decisions, strict=True):
             out = self.equation(env, eqn, decision)
             env.update(zip(eqn.outvars, out, strict=True))
@@ -266,10 +261,10 @@ class Planned:
     def equation(self, env: dict[Any, Array], eqn: Any, decision: pp.types.Decision) -> list[Array]:
         name = eqn.primitive.name
         held = [read(env, v) for v in eqn.invars]
-        written = [_as(x, v.aval.dtype) for x, v in zip(held, eqn.invars, strict=True)]
+        written = [cast(x, v.aval.dtype) for x, v in zip(held, eqn.invars, strict=True)]
         leaves_out = decision.action is pp.types.Action.DROP and name == "transpose"
         if decision.action is pp.types.Action.DROP and not leaves_out:
-            return [_as(held[0], decision.compute.dtype)]
+            return [cast(held[0], decision.compute.dtype)]
         if name in CALLBACKS:
             return [*map(np.asarray, eqn.params["callback"](*written) or ())]
         if name in BODIES and decision.action is pp.types.Action.ENTER:
@@ -278,7 +273,16 @@ class Planned:
         if decision.kind is pp.types.OpKind.COMPUTE:
             self.products.append((eqn, decision, written))
         if decision.action is pp.types.Action.WIDEN:
-            return _at(eqn, held, decision.compute.dtype, decision.compute.dtype)
+            wide = decision.compute.dtype
+            held = [
+                _as_written(v) if is_literal(v) and wide == F64 else x
+                for x, v in zip(held, eqn.invars, strict=True)
+            ]
+            given = [
+                cast(x, wide) if is_float(v.aval) else x
+                for x, v in zip(held, eqn.invars, strict=True)
+            ]
+            return leaf(retyped(eqn, wide), given)
         # a transpose that is left out still rounds where it was to be low
         rounds = decision.action is pp.types.Action.LOWER or (leaves_out and any(decision.stored))
         if not rounds:
@@ -286,17 +290,17 @@ class Planned:
             return _stored(leaf(eqn, written), decision)
         low = decision.compute.dtype
         rounded = [
-            _as(_as(x, low), x.dtype) if is_float(v.aval) else x
+            cast(cast(x, low), x.dtype) if is_float(v.aval) else x
             for x, v in zip(written, eqn.invars, strict=True)
         ]
         largest = decision.compute.max
         for at in (*decision.clipped, *(at for at, _ in decision.numbers)):
             finite = np.isfinite(written[at])
-            clipped = _as(np.clip(written[at], -largest, largest), low)
-            rounded[at] = np.where(finite, _as(clipped, written[at].dtype), written[at])
+            clipped = cast(np.clip(written[at], -largest, largest), low)
+            rounded[at] = np.where(finite, cast(clipped, written[at].dtype), written[at])
         out = _stored(leaf(eqn, rounded), decision)
         if decision.product.low_result:
-            out = [_as(_as(x, low), x.dtype) for x in out]
+            out = [cast(cast(x, low), x.dtype) for x in out]
         return out
 
     def _caller(self, decision: pp.types.Decision) -> Call:
@@ -308,10 +312,16 @@ class Planned:
         return call
 
 
+def _as_written(literal: Any) -> Array:
+    """A number as it stands in the program, before JAX rounds it to float32."""
+    value = read({}, literal)
+    return np.asarray(float(str(value)), F64) if value.dtype == F32 and not value.ndim else value
+
+
 def _stored(values: Sequence[Array], decision: pp.types.Decision) -> list[Array]:
     """Results as they are left by the formats in which they are stored."""
     pairs = zip(values, decision.stored, strict=True)
-    return [_as(_as(x, p.dtype), x.dtype) if p is not None else x for x, p in pairs]
+    return [cast(cast(x, p.dtype), x.dtype) if p is not None else x for x, p in pairs]
 
 
 def _rounded(values: Sequence[Array], border_copies: Any) -> list[Array]:
@@ -320,7 +330,7 @@ def _rounded(values: Sequence[Array], border_copies: Any) -> list[Array]:
     for border_copy in border_copies:
         if border_copy.rounds:
             position, low = border_copy.position, border_copy.precision
-            left[position] = _as(_as(left[position], low.dtype), left[position].dtype)
+            left[position] = cast(cast(left[position], low.dtype), left[position].dtype)
     return left
 
 
@@ -328,40 +338,4 @@ def _crossing(values: Sequence[Array], atoms: Sequence[Any], plan: pp.Plan) -> l
     """Values in the formats in which they cross the border of a plan's jaxpr."""
     border = {own.dtype: wide.dtype for own, wide in plan.border}
     dtypes = (getattr(v.aval, "dtype", None) for v in atoms)
-    return [_as(x, border.get(d, d)) for x, d in zip(values, dtypes, strict=True)]
-
-
-def _at(eqn: Any, args: Sequence[Array], dtype: np.dtype, stored: np.dtype) -> list[Array]:
-    """An equation with its floating operands and results in another format."""
-    given = [
-        _as(x, dtype) if is_float(v.aval) else x for x, v in zip(args, eqn.invars, strict=True)
-    ]
-    return leaf(Retyped(eqn, stored), given)
-
-
-class Retyped:
-    """An equation whose floating results have another dtype."""
-
-    def __init__(self, eqn: Any, dtype: np.dtype) -> None:
-        self.primitive, self.invars, self.effects = eqn.primitive, eqn.invars, eqn.effects
-        with jax.enable_x64(True):
-            self.params = params_at(eqn, dtype)
-        self.ctx = _X64() if dtype == F64 else eqn.ctx
-        self.outvars = [_Retyped(v, dtype) if is_float(v.aval) else v for v in eqn.outvars]
-
-
-class _X64:
-    @property
-    def manager(self) -> Any:
-        return jax.enable_x64(True)
-
-
-class _Retyped:
-    def __init__(self, var: Any, dtype: np.dtype) -> None:
-        self.aval = jax.core.ShapedArray(var.aval.shape, dtype)
-
-
-def _as(x: Array, dtype: Any) -> Array:
-    if isinstance(x, np.ndarray) and x.dtype != dtype and is_float(x):
-        return x.astype(dtype)
-    return x
+    return [cast(x, border.get(d, d)) for x, d in zip(values, dtypes, strict=True)]

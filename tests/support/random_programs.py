@@ -1,18 +1,17 @@
-"""Random JAX programs: a small tree that is drawn, printed, rebuilt from its print, and run.
+"""Random JAX programs: a small tree of steps that hypothesis draws and shrinks, and its function.
 
-A program is a list of `Step`s. Each step names an ingredient (`INGREDIENTS`, filled by
-`random_ops` and `random_flow`) and holds the numbers by which it chooses its operands and
-its variant, each read modulo the number of choices: so every list of steps is a program, and
-a shorter one or smaller numbers make a simpler one.
+Each step names an ingredient (`INGREDIENTS`, filled by `random_ops` and `random_flow`) and holds
+a number that says which variant and which operands it takes: every list of steps is a program, and
+smaller numbers make a simpler one.
 """
 
-import contextlib
 import dataclasses
 import functools
-import random
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,27 +19,28 @@ from hypothesis import strategies as st
 from jax import lax
 
 Steps = tuple["Step", ...]
+Fn = Callable[..., Any]
 
-NUMBERS = 64
-LOW = (jnp.bfloat16, jnp.float16)
+SETTINGS = hypothesis.settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+"""The same programs in every run."""
 SHAPES = ((4, 4), (3, 4), (2, 3, 4), (4,), ())
+OPERANDS = {"x": (3, 4), "y": (3, 4), "w": (4, 4), "u": (4, 4), "z": (2, 3, 4), "v": (4,)}
+"""The shapes of the arguments of an operation, by their names; `Scope.operand` has others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One ingredient, the numbers it chooses by, and the steps of its bodies."""
+    """One ingredient, the number it chooses by, and the steps of its bodies."""
 
     name: str
-    numbers: tuple[int, ...] = ()
+    number: int = 0
     bodies: tuple[Steps, ...] = ()
-
-    def __repr__(self) -> str:
-        given = [repr(self.name)]
-        if self.numbers or self.bodies:
-            given.append(repr(self.numbers))
-        if self.bodies:
-            given.append(repr(self.bodies))
-        return f"Step({', '.join(given)})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +67,6 @@ class Program:
             step = stack.pop()
             yield step.name
             stack.extend(s for body in step.bodies for s in body)
-
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        """The configuration under which it is traced and run."""
-        with jax.enable_x64(True) if self.x64 else contextlib.nullcontext():
-            yield
 
     def args(self) -> tuple[Any, ...]:
         """Its arguments: `(differentiable, others)`."""
@@ -105,37 +99,11 @@ def _args(seed: int, x64: bool) -> tuple[Any, ...]:
 # ---------------------------------------------------------------- drawing
 
 
-class Chooser(Protocol):
-    """Where choices come from: hypothesis, which shrinks them, or a seeded generator."""
-
-    def number(self, below: int) -> int: ...
-
-
-class _Drawn:
-    def __init__(self, draw: Any) -> None:
-        self.draw = draw
-
-    def number(self, below: int) -> int:
-        return self.draw(st.integers(0, below - 1))
-
-
-class _Seeded:
-    def __init__(self, seed: str) -> None:
-        self.rng = random.Random(seed)
-
-    def number(self, below: int) -> int:
-        return self.rng.randrange(below)
-
-
 @dataclasses.dataclass(frozen=True)
 class Ingredient:
-    """What a step of one name does.
+    """What a step of one name does to a `Scope`, its number of bodies, and how often it is drawn.
 
-    Attributes:
-        run: acts on a `Scope`.
-        bodies: how many bodies it takes.
-        weight: how often it is drawn.
-        x64: whether it needs x64.
+    Those with x64 are drawn in programs that have it on.
     """
 
     run: Callable[["Scope", "Picks", tuple[Steps, ...]], None]
@@ -147,85 +115,83 @@ class Ingredient:
 INGREDIENTS: dict[str, Ingredient] = {}
 
 
-def ingredient(bodies: int = 0, weight: int = 2, x64: bool = False) -> Any:
+def ingredient(bodies: int = 0, weight: int = 2) -> Any:
     """Registers a function `(scope, picks, bodies)` under its name."""
 
     def register(fn: Any) -> Any:
-        INGREDIENTS[fn.__name__] = Ingredient(fn, bodies, weight, x64)
+        INGREDIENTS[fn.__name__] = Ingredient(fn, bodies, weight)
         return fn
 
     return register
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """How large a program may become: each number is the most that is drawn.
+def operations(name: str, weight: int, *fns: Fn, x64: bool = False) -> None:
+    """Registers functions of operands, which their parameters' names choose, as one ingredient."""
 
-    Attributes:
-        steps: of the function.
-        outer, inner: of a body at the top, and of one further in.
-        depth: of bodies in bodies.
-        helpers: functions under `jax.jit`.
-    """
+    def run(scope: Scope, picks: Picks, _: Any) -> None:
+        fn, shape = picks.of(fns), picks.of(SHAPES)
+        given = inspect.signature(fn).parameters.values()
+        names = [p.name for p in given if p.default is p.empty]
+        for out in jax.tree.leaves(fn(*[scope.operand(name, picks, shape) for name in names])):
+            scope.add(out)
 
-    steps: int = 5
-    outer: int = 3
-    inner: int = 2
-    depth: int = 3
-    helpers: int = 2
+    INGREDIENTS[name] = Ingredient(run, 0, weight, x64)
 
 
-LARGE, SMALL = Size(), Size(3, 2, 1, 2, 1)
+MOST_STEPS = (5, 3, 2, 2)
+"""Of a function, and of bodies by their depth."""
 
 
-def _steps(choose: Chooser, size: Size, depth: int, x64: bool) -> Steps:
+@functools.cache
+def _steps(depth: int, x64: bool) -> st.SearchStrategy[Steps]:
+    innermost = depth == len(MOST_STEPS) - 1
     names = [
         name
-        for name, what in sorted(INGREDIENTS.items())
+        for name, what in sorted(INGREDIENTS.items(), key=lambda item: item[1].bodies)
         for _ in range(what.weight)
-        if (depth < size.depth or not what.bodies) and (x64 or not what.x64)
+        if not (innermost and what.bodies) and (x64 or not what.x64)
     ]
-    most = (size.steps, size.outer)[depth] if depth < 2 else size.inner
-    return tuple(
-        _step(choose, size, names[choose.number(len(names))], depth, x64)
-        for _ in range(choose.number(most) + 1)
-    )
+
+    def step(name: str) -> st.SearchStrategy[Step]:
+        bodies = [_steps(depth + 1, x64) for _ in range(INGREDIENTS[name].bodies)]
+        return st.builds(Step, st.just(name), st.integers(0, 2**24 - 1), st.tuples(*bodies))
+
+    drawn = st.sampled_from(names).flatmap(step)
+    return st.lists(drawn, min_size=1, max_size=MOST_STEPS[depth]).map(tuple)
 
 
-def _step(choose: Chooser, size: Size, name: str, depth: int, x64: bool) -> Step:
-    numbers = tuple(choose.number(NUMBERS) for _ in range(4))
-    bodies = tuple(_steps(choose, size, depth + 1, x64) for _ in range(INGREDIENTS[name].bodies))
-    return Step(name, numbers, bodies)
-
-
-def _program(choose: Chooser, size: Size, x64: bool) -> Program:
-    helpers = tuple(_steps(choose, size, 2, x64) for _ in range(choose.number(size.helpers + 1)))
-    return Program(_steps(choose, size, 0, x64), helpers, choose.number(NUMBERS), x64)
-
-
-@st.composite
-def programs(draw: Any, size: Size = LARGE, x64: bool = False) -> Program:
+def programs(x64: bool = False) -> st.SearchStrategy[Program]:
     """The programs as a strategy."""
-    return _program(_Drawn(draw), size, x64)
+    helpers = st.lists(_steps(len(MOST_STEPS) - 1, x64), max_size=2).map(tuple)
+    return st.builds(Program, _steps(0, x64), helpers, st.integers(0, 63), st.just(x64))
 
 
-def seeded_program(seed: int, index: int) -> Program:
-    """The program number `index` of a sweep; one in eight has x64 on, one in 20 is large."""
-    size = LARGE if index % 20 == 0 else SMALL
-    return _program(_Seeded(f"{seed}/{index}"), size, x64=index % 8 == 7)
+def numbered(strategy: st.SearchStrategy[Any], count: int, seed: int = 0) -> list[Any]:
+    """The first examples that hypothesis draws, the same ones in every run of one release of it."""
+    found: list[Any] = []
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(SETTINGS, derandomize=False, max_examples=count)
+    @hypothesis.given(strategy)
+    def collect(example: Any) -> None:
+        found.append(example)
+
+    collect()
+    return found
 
 
 # ---------------------------------------------------------------- running
 
 
 class Picks:
-    """The numbers of a step, read in order; 0 once they are used up."""
+    """The choices that a step's number stands for: the remainders of divisions."""
 
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self.numbers = iter(numbers)
+    def __init__(self, number: int) -> None:
+        self.number = number
 
     def __call__(self, below: int) -> int:
-        return next(self.numbers, 0) % below
+        self.number, found = divmod(self.number, below)
+        return found
 
     def of(self, choices: Sequence[Any]) -> Any:
         return choices[self(len(choices))]
@@ -240,18 +206,16 @@ class Scope:
         ints, bools, keys: as they say.
         kept: values that leave as they are: low, complex, float64, empty ones.
         helpers: the functions under `jax.jit` that may be called here.
-        log: where effects report to.
-        effects: whether effects are allowed here.
+        log: where effects report to; None where they are not allowed.
     """
 
     floats: list[Any]
     ints: list[Any]
     bools: list[Any]
     keys: list[Any]
-    kept: list[Any]
-    helpers: Sequence[Callable[..., Any]] = ()
+    kept: list[Any] = dataclasses.field(default_factory=list)
+    helpers: Sequence[Fn] = ()
     log: list[Any] | None = None
-    effects: bool = True
 
     def float(self, picks: Picks, shape: Any = None) -> Any:
         """One of the float32 values, brought to a shape."""
@@ -262,30 +226,53 @@ class Scope:
         """One of the vectors of four integers between 0 and 3."""
         return self.ints[-1 - picks(len(self.ints))]
 
-    def inner(self, *floats: Any, effects: bool = True) -> "Scope":
+    def operand(self, name: str, picks: Picks, shape: Any) -> Any:
+        """What an operation's argument of a name is."""
+        match name:
+            case "ids":
+                return self.int(picks)
+            case "key":
+                key, other = jax.random.split(self.keys[-1])
+                self.keys.append(key)
+                return other
+            case "d":
+                found = [x for x in self.kept if x.dtype == jnp.float64 and x.shape == (3, 4)]
+                return found[-1] if found else self.float(picks, (3, 4)).astype(jnp.float64)
+            case "a":
+                return unit(self.float(picks, shape))
+            case "b":
+                return self.float(picks, shape)
+            case "m":  # of two or three dimensions
+                return unit(self.float(picks, shape if len(shape) > 1 else (3, 4)))
+        return self.float(picks, OPERANDS[name])
+
+    def add(self, x: Any) -> None:
+        """Keeps a result where later steps find it."""
+        if x.dtype == jnp.float32 and x.size:
+            self.floats.append(x)
+        elif x.dtype in (jnp.int32, jnp.int64) and x.shape == (4,):
+            self.ints.append(lax.convert_element_type(x, jnp.int32))
+        elif x.dtype == bool and not x.shape:
+            self.bools.append(x)
+        else:
+            self.kept.append(x)
+
+    def inner(self, *floats: Any) -> "Scope":
         """The scope of a body: what it is given, and all that stands around it."""
-        return Scope(
-            [*self.floats, *floats],
-            list(self.ints),
-            list(self.bools),
-            list(self.keys),
-            [],
-            self.helpers,
-            self.log,
-            self.effects and effects,
-        )
+        lists = [*self.floats, *floats], list(self.ints), list(self.bools), list(self.keys)
+        return Scope(*lists, helpers=self.helpers)
 
     def run(self, steps: Steps) -> Any:
         """The newest float32 value after some steps."""
         for step in steps:
-            INGREDIENTS[step.name].run(self, Picks(step.numbers), step.bodies)
+            INGREDIENTS[step.name].run(self, Picks(step.number), step.bodies)
         return self.floats[-1]
 
 
-def alone(x: Any, ids: Any, helpers: Sequence[Callable[..., Any]]) -> Scope:
-    """The scope of a function that sees its arguments alone, and reports nothing."""
+def alone(x: Any, ids: Any, helpers: Sequence[Fn]) -> Scope:
+    """The scope of a function that sees its arguments alone."""
     keys = [jax.random.fold_in(jax.random.key(3), ids[0])]
-    return Scope([x], [ids], [jnp.sum(x) > 0], keys, [], helpers, effects=False)
+    return Scope([x], [ids], [jnp.sum(x) > 0], keys, helpers=helpers)
 
 
 def fit(x: Any, shape: tuple[int, ...]) -> Any:
@@ -304,29 +291,23 @@ def unit(x: Any) -> Any:
     return lax.tanh(x)
 
 
-def build(program: Program) -> tuple[Callable[..., Any], list[Any]]:
+def build(program: Program) -> tuple[Fn, list[Any]]:
     """The function of a program, and the log into which its effects report."""
     log: list[Any] = []
-
-    def helper(steps: Steps, before: Sequence[Any]) -> Callable[..., Any]:
-        def called(x: Any, ids: Any) -> Any:
-            return alone(x, ids, before).run(steps)
-
-        return jax.jit(called)
-
-    helpers: list[Any] = []
+    helpers: list[Fn] = []
     for steps in program.helpers:
-        helpers.append(helper(steps, tuple(helpers)))
+        before = tuple(helpers)
+        called = lambda x, ids, steps=steps, before=before: alone(x, ids, before).run(steps)  # noqa: E731
+        helpers.append(jax.jit(called))
 
     def fn(params: Any, others: Any) -> Any:
-        floats = [params["b"], *params["x"], params["w"]]
         scope = Scope(
-            floats,
+            [params["b"], *params["x"], params["w"]],
             [others["ids"]],
             [others["flag"]],
             [others["key"]],
             [others["low"], *([others["wide"]] if "wide" in others else [])],
-            tuple(helpers),
+            helpers,
             log,
         )
         out = scope.run(program.steps)

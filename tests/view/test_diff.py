@@ -18,8 +18,8 @@ from precpass.policy.precision import Precision
 from precpass.types import Action
 from precpass.view.diff import Section
 from precpass.view.rows import rows
+from tests.support import compositions
 from tests.support.jaxprs import walk
-from tests.support.product_counts import PROGRAMS as TABLE
 from tests.support.values import f32
 
 X, W = f32(8, 8), f32(8, 8)
@@ -195,11 +195,10 @@ def test_the_diff_is_complete(name, policy):
     assert counted == Counter(cast.what for row in listed for cast in row.info.casts)
 
 
-@pytest.mark.parametrize("name", sorted(TABLE)[::15])
+@pytest.mark.parametrize("name", sorted(compositions.PROGRAMS)[::4])
 def test_the_diff_of_programs_from_elsewhere_is_complete(name):
-    with jax.numpy_rank_promotion("allow"):
-        fn, args = TABLE[name]()
-        found = inspected(fn, pp.AutoMixedBf16, *args)
+    program = compositions.PROGRAMS[name]
+    found = inspected(program, pp.AutoMixedBf16, compositions.X, compositions.W)
     assert (found.after is not found.before) == bool(found.plan.changes)
     if found.plan.changes:
         assert_complete(found)
