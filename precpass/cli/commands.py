@@ -19,7 +19,7 @@ from precpass.report.audit.audit import audit
 from precpass.report.bisect.bisect import bisect
 from precpass.report.bisect.bisection import Run
 from precpass.report.compare.compare import compare
-from precpass.report.compare.profile import profile
+from precpass.report.compare.rows import ERRORS, TIMES, columns_of
 from precpass.testing import Problems, plan_problems, precision_problems
 from precpass.view.diff import between, changes
 from precpass.view.inspection import Inspection
@@ -138,6 +138,7 @@ def _comparing(task: Task) -> Callable[..., Any]:
         return compare(
             task.fn,
             task.inputs.rows,
+            columns=task.inputs.columns,
             reference=options.reference,
             rounds=options.rounds,
             target=task.inputs.target,
@@ -146,28 +147,11 @@ def _comparing(task: Task) -> Callable[..., Any]:
 
 
 def _compare(task: Task) -> Report:
-    comparison = task.call(_comparing(task), doing="the reference", on_arrays=True)
+    columns = {*columns_of(task.inputs.columns)}
+    is_timed = TIMES & columns and task.options.rounds != 0 and task.inputs.target is None
+    on_arrays = bool(ERRORS & columns or is_timed) or task.options.seed is not None
+    comparison = task.call(_comparing(task), doing="tracing", on_arrays=on_arrays)
     return Report(lambda: str(comparison), comparison.to_dict())
-
-
-def _profiling(task: Task) -> Callable[..., Any]:
-    with refusing():
-        return profile(
-            task.fn,
-            task.inputs.rows,
-            devices=task.inputs.devices,
-            rounds=task.options.rounds,
-            target=task.inputs.target,
-            progress=_steps(task),
-        )
-
-
-def _profile(task: Task) -> Report:
-    # Without rounds nothing runs, so shapes suffice.
-    runs = task.options.rounds != 0 and task.inputs.target is None
-    on_arrays = runs or task.options.seed is not None
-    profiled = task.call(_profiling(task), doing="the float32 program", on_arrays=on_arrays)
-    return Report(lambda: str(profiled), profiled.to_dict())
 
 
 def _steps(task: Task) -> Callable[[str, int, int], None]:
@@ -258,7 +242,6 @@ def _check(task: Task) -> Report:
 
 _PREPARED: dict[str, Callable[[Task], Callable[..., Any]]] = {
     "compare": _comparing,
-    "profile": _profiling,
     "bisect": _bisecting,
 }
 """The commands whose reports judge their options when they are prepared."""
@@ -282,7 +265,6 @@ COMMANDS: dict[str, tuple[Callable[[Task], Report], str]] = {
     "explain": (_explain, "what runs in low precision, what does not and why, and what to change"),
     "diff": (_diff, "what a policy changes, by module and line"),
     "compare": (_compare, "policies side by side: products, memory, time, error"),
-    "profile": (_profile, "what policies take, and gain on other devices by their peaks"),
     "audit": (_audit, "what XLA runs in another precision than planned"),
     "bisect": (_bisect, "what must stay in float32 for an error below a tolerance"),
     "draw": (_draw, "a picture (SVG), coloured by precision"),

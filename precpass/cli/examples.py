@@ -23,10 +23,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "compare": (
         'precpass compare model.py:loss --example arguments --policies "c=bf16; c=f16"',
         f"precpass compare model.py:loss {_SHAPES} --rounds 0",
-    ),
-    "profile": (
-        "precpass profile model.py:loss --example arguments --devices h100,v5e",
-        f"precpass profile model.py:loss {_SHAPES} --rounds 0",
+        "precpass compare model.py:loss --example arguments --columns flops,temp,moved",
     ),
     "audit": (
         f"precpass audit model.py:loss {_SHAPES}",

@@ -15,14 +15,13 @@ import jax
 from precpass.cli.files import refusing
 from precpass.cli.specs import parse_args
 from precpass.cli.target import Refused
-from precpass.devices.peaks import peaks_of
 from precpass.devices.targets import target_of
 from precpass.plan.plan import Plan
 from precpass.policy.config import SUFFIX
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.presets import PRESETS
 from precpass.policy.text import shown
-from precpass.report.compare.profile import DEVICES, PROFILED
+from precpass.report.compare.rows import columns_of
 from precpass.testing.patterns import Pattern
 
 __all__ = ["Inputs", "read"]
@@ -35,18 +34,18 @@ class Inputs:
     Attributes:
         policy: the policy of --policy or of --plan; None if neither is given.
         between: the other policy of `diff`.
-        rows: the policies of `compare` and `profile`, each with its name.
+        rows: the policies of `compare`, each with its name.
+        columns: the names of its columns; None for those of the default.
         expected: the patterns of `check`, each with the expected precision or numbers.
         target: the device of --target, a `precpass.devices.targets.Target`.
-        devices: the devices of `profile`.
     """
 
     policy: PrecisionPolicy | None = None
     between: PrecisionPolicy | None = None
     rows: tuple[tuple[str, PrecisionPolicy], ...] = ()
+    columns: tuple[str, ...] | None = None
     expected: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     target: Any = None
-    devices: tuple[str, ...] = DEVICES
 
 
 def read(options: argparse.Namespace) -> Inputs:
@@ -56,7 +55,6 @@ def read(options: argparse.Namespace) -> Inputs:
         Refused: for an option that says nothing legal; the text names it.
     """
     saved = _saved(options)
-    devices = _devices(options)
     with refusing():
         target = target_of(getattr(options, "device", None))
     if options.args is not None:
@@ -67,9 +65,9 @@ def read(options: argparse.Namespace) -> Inputs:
         policy=_policy("--policy", options.policy) or saved,
         between=_policy("--between", getattr(options, "between", None)),
         rows=_rows(options, saved) if hasattr(options, "policies") else (),
+        columns=_columns(getattr(options, "columns", None)),
         expected=_expected(getattr(options, "expect", None) or []),
         target=target,
-        devices=devices,
     )
 
 
@@ -93,8 +91,7 @@ def _policy(option: str, text: str | None) -> PrecisionPolicy | None:
 def _rows(
     options: argparse.Namespace, saved: PrecisionPolicy | None
 ) -> tuple[tuple[str, PrecisionPolicy], ...]:
-    default = PROFILED if options.command == "profile" else PRESETS
-    texts = default if options.policies is None else map(str.strip, options.policies.split(";"))
+    texts = PRESETS if options.policies is None else map(str.strip, options.policies.split(";"))
     rows = [
         (shown(text), policy)
         for text in texts
@@ -105,14 +102,11 @@ def _rows(
     return tuple(rows)
 
 
-def _devices(options: argparse.Namespace) -> tuple[str, ...]:
-    text = getattr(options, "devices", None)
+def _columns(text: str | None) -> tuple[str, ...] | None:
     if text is None:
-        return DEVICES
-    names = tuple(filter(None, map(str.strip, text.split(","))))
-    with refusing("--devices"):
-        peaks_of(names)
-    return names
+        return None
+    with refusing("--columns"):
+        return columns_of(filter(None, map(str.strip, text.split(","))))
 
 
 def _expected(texts: list[str]) -> dict[str, Any]:

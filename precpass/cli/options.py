@@ -6,6 +6,7 @@ import argparse
 import math
 import platform
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from precpass.cli.target import Refused
 from precpass.devices.targets import TARGETS
 from precpass.policy.profitability import PROFITABILITY, parse_profitability
 from precpass.policy.text import preset_titles
-from precpass.report.compare.profile import PROFILED
+from precpass.report.compare.rows import COLUMNS, COSTS
 from precpass.version import __version__
 from precpass.view.diff import LEVELS
 
@@ -34,11 +35,10 @@ Example: precpass explain model.py:loss --args "f32[64,32], f32[128,64]"
 precpass --version says which release this is, and of which JAX.
 """
 
-_ROWS = ("compare", "profile")
-_DRAWS = (*_ROWS, "bisect")
+_DRAWS = ("compare", "bisect")
 _COLORS = ("explain", "diff", "audit")
 _SHOWS_PLANS = ("explain", "diff")
-_FOR_DEVICES = (*_ROWS, "explain", "diff", "audit", "draw", "lock", "check")
+_FOR_DEVICES = ("compare", "explain", "diff", "audit", "draw", "lock", "check")
 WRITES = {"draw": "program.svg", "lock": "plan.precision.json"}
 """The commands whose result is a file, with the name that it has by default."""
 
@@ -46,13 +46,25 @@ WRITES = {"draw": "program.svg", "lock": "plan.precision.json"}
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options of a command line; the process exits if it cannot be parsed."""
     top, commands = _parsers()
-    options, more = top.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["profile"]:
+        columns = ",".join(COSTS)
+        print(
+            "precpass: profile goes away in 0.2: write precpass compare, with --columns for what "
+            f"it shows, such as {columns}",
+            file=sys.stderr,
+        )
+        rows = "--policies", "AlwaysF32; AutoMixedBf16"
+        words = ["compare", *rows, "--columns", columns, *words[1:]]
+    options, more = top.parse_known_args(words)
     if more:
         command_parser = commands[options.command]
         name = more[0].partition("=")[0]
         others = [n for n, one in commands.items() if name in _options_of(one)]
         elsewhere = f": {name} is of {', '.join(others)}" if others else ""
-        if not name.startswith("-"):
+        if name == "--devices":
+            elsewhere = ": give --columns roofline,moved and --target h100, once for each device"
+        elif not name.startswith("-"):
             elsewhere = ": arguments of the function are given by --args or --example"
         command_parser.error(f"{options.command} has no {' '.join(more)}{elsewhere}")
     return options
@@ -162,13 +174,13 @@ def _policies(name: str, one: argparse.ArgumentParser) -> None:
         f"a preset ({', '.join(preset_titles())}), a text such as c=bf16, or a file of a policy "
         "(.toml) (default: that of the function, or AutoMixedBf16)"
     )
-    one.add_argument("--policy", help=argparse.SUPPRESS if name in _ROWS else policy)
-    if name in _ROWS:
-        default = "; ".join(PROFILED) if name == "profile" else "the presets of 16 and 32 bits"
+    one.add_argument("--policy", help=argparse.SUPPRESS if name == "compare" else policy)
+    if name == "compare":
         one.add_argument(
             "--policies",
             metavar="A;B;C",
-            help=f"the rows: presets, or strings such as c=bf16 (default: {default})",
+            help="the rows: presets, or strings such as c=bf16 (default: the presets of 16 and 32 "
+            "bits)",
         )
         use = "one more row that follows it"
     else:
@@ -205,26 +217,25 @@ def _own(name: str, one: argparse.ArgumentParser) -> None:
         )
         own = "with --level jaxpr: also the primitives by which the pass keeps derivatives wide"
         one.add_argument("--bookkeeping", action="store_true", help=own)
-    elif name in _ROWS:
+    elif name == "compare":
+        one.add_argument(
+            "--columns",
+            metavar="A,B,C",
+            help=f"the columns, of {', '.join(COLUMNS)} (default: all but flops, arguments, "
+            "outputs and roofline)",
+        )
         one.add_argument(
             "--rounds",
             type=int,
             help="the number of times that each row is timed, in turn (default: 10); 0 runs "
             "nothing for time",
         )
-        if name == "compare":
-            one.add_argument(
-                "--reference",
-                choices=("f64", "f32"),
-                default="f64",
-                help="the precision that errors are taken against (default: f64)",
-            )
-        else:
-            one.add_argument(
-                "--devices",
-                metavar="A,B,C",
-                help="the devices to estimate the gain on, such as h100,v5e (default: all)",
-            )
+        one.add_argument(
+            "--reference",
+            choices=("f64", "f32"),
+            default="f64",
+            help="the precision that errors are taken against (default: f64)",
+        )
     elif name == "bisect":
         one.add_argument(
             "--tolerance",
@@ -261,9 +272,9 @@ def check(options: argparse.Namespace) -> None:
 
 def _conflict(options: argparse.Namespace) -> str:
     name = options.command
-    if name in _ROWS and options.policy is not None:
-        return f"{name} takes --policies {options.policy!r}, not --policy: a row for each"
-    if name not in (*_ROWS, "check") and None not in (options.policy, options.plan):
+    if name == "compare" and options.policy is not None:
+        return f"compare takes --policies {options.policy!r}, not --policy: a row for each"
+    if name not in ("compare", "check") and None not in (options.policy, options.plan):
         return f"--plan {options.plan} has the policy that it was saved under: leave --policy out"
     if options.json and getattr(options, "color", "") == "always":
         return "--json has no colours: leave --color always out"
@@ -298,7 +309,7 @@ def _missing(options: argparse.Namespace) -> str:
         return f"--tolerance {options.tolerance}: an error is a finite number, 0 or above"
     if name == "bisect" and options.budget < 1:
         return f"--budget {options.budget}: bisect makes at least one run"
-    if name in _ROWS and options.rounds is not None and options.rounds < 0:
+    if name == "compare" and options.rounds is not None and options.rounds < 0:
         return f"--rounds {options.rounds}: a whole number, 0 for no times"
     if name == "draw" and options.boxes < 1:
         return f"--boxes {options.boxes}: at least one box is drawn"

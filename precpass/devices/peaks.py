@@ -17,7 +17,7 @@ import fnmatch
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["PEAKS", "Peaks", "Source", "is_of_kind", "peaks_of", "peaks_of_kind"]
+__all__ = ["PEAKS", "Peaks", "Source", "is_of_kind", "peaks_of_kind"]
 
 
 class Source(NamedTuple):
@@ -47,7 +47,6 @@ class Peaks:
 
     Attributes:
         name: the device's name.
-        aliases: its other names, in lower case.
         platform: JAX's name, "gpu" or "tpu".
         kinds: globs of JAX's `device_kind`, in lower case; the first row that matches counts.
         f64, f32, tf32, bf16, f16: FLOP/s of matrix products in a format, by the fastest units that
@@ -61,7 +60,6 @@ class Peaks:
     """
 
     name: str
-    aliases: tuple[str, ...]
     platform: str
     kinds: tuple[str, ...]
     f64: float | None
@@ -85,7 +83,7 @@ class Peaks:
                 a dot algorithm, which names the format too.
 
         Examples:
-            >>> (h100,) = peaks_of("h100")
+            >>> h100 = peaks_of_kind("gpu", "NVIDIA H100 80GB HBM3")
             >>> h100.flops("f32") == h100.tf32, h100.flops("f32", "highest") == h100.f32
             (True, True)
             >>> h100.flops("f32", "BF16_BF16_F32_X3") == h100.bf16 / 3
@@ -111,26 +109,6 @@ class Peaks:
 
 
 _FORMS = ("f64", "f32", "tf32", "bf16", "f16", "f8", "int8")
-
-
-def peaks_of(names: str | Iterable[str]) -> tuple[Peaks, ...]:
-    """Return the peaks of one or several devices, by name or alias in any case; each once.
-
-    Raises:
-        ValueError: for an unknown name; the message lists the legal ones.
-
-    Examples:
-        >>> [str(peaks) for peaks in peaks_of(["H100", "v5e"])]
-        ['NVIDIA H100 SXM', 'TPU v5e']
-    """
-    matching: list[Peaks] = []
-    for name in (names,) if isinstance(names, str) else names:
-        known = [p for p in PEAKS if str(name).lower() in (p.name.lower(), *p.aliases)]
-        if not known:
-            legal = ", ".join(repr(peaks.aliases[0]) for peaks in PEAKS)
-            raise ValueError(f"unknown device {name!r}: legal are {legal}")
-        matching += [peaks for peaks in known if peaks not in matching]
-    return tuple(matching)
 
 
 # ---------------------------------------------------------------- the table
@@ -170,20 +148,16 @@ def _memory(title: str, date: str, url: str) -> Source:
     return Source(("bandwidth",), title, date, url)
 
 
-def _ampere(
-    name: str, aliases: tuple[str, ...], kind: str, bandwidth: float, memory: Source
-) -> Peaks:
+def _ampere(name: str, kind: str, bandwidth: float, memory: Source) -> Peaks:
     flops = 19.5e12, 19.5e12, 156e12, 312e12, 312e12
     sources = _AMPERE, memory
-    return Peaks(name, aliases, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, int8=624e12)
+    return Peaks(name, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, int8=624e12)
 
 
-def _hopper(
-    name: str, aliases: tuple[str, ...], kind: str, bandwidth: float, memory: Source
-) -> Peaks:
+def _hopper(name: str, kind: str, bandwidth: float, memory: Source) -> Peaks:
     flops = 66.9e12, 66.9e12, 494.7e12, 989.4e12, 989.4e12
     sources, eight = (_HOPPER, memory), 1978.9e12
-    return Peaks(name, aliases, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, eight, eight)
+    return Peaks(name, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, eight, eight)
 
 
 def _tpu(
@@ -191,7 +165,7 @@ def _tpu(
     kinds: tuple[str, ...],
     bf16: float,
     bandwidth: float,
-    *more: str,
+    *,
     page: str | None = None,
     f8: float | None = None,
     int8: float | None = None,
@@ -203,10 +177,9 @@ def _tpu(
     url = f"https://cloud.google.com/tpu/docs/{page or version}"
     figures = "bf16", "bandwidth", *(n for n, peak in (("f8", f8), ("int8", int8)) if peak)
     source = Source(figures, f"Google Cloud: TPU {version}", "2026-11-22", url)
-    aliases = version, f"tpu-{version}", f"tpu{version}", *more
     flops = None, None, None, bf16, None
     name = f"TPU {version}"
-    return Peaks(name, aliases, "tpu", kinds, *flops, bandwidth, _TPU, (source,), f8, int8)
+    return Peaks(name, "tpu", kinds, *flops, bandwidth, _TPU, (source,), f8, int8)
 
 
 def peaks_of_kind(platform: str, kind: str) -> Peaks | None:
@@ -230,7 +203,6 @@ def is_of_kind(kind: str, globs: Iterable[str]) -> bool:
 PEAKS: tuple[Peaks, ...] = (
     _ampere(
         "NVIDIA A100, 40 GB",
-        ("a100-40gb",),
         "nvidia a100*40gb*",
         1.555e12,
         _memory(
@@ -242,14 +214,12 @@ PEAKS: tuple[Peaks, ...] = (
     ),
     _ampere(
         "NVIDIA A100, 80 GB",
-        ("a100", "a100-80gb"),
         "nvidia a100*",
         2.039e12,
         _AMPERE._replace(figures=("bandwidth",)),
     ),
     _hopper(
         "NVIDIA H100 SXM",
-        ("h100", "h100-sxm"),
         "nvidia h100*",
         3.35e12,
         _memory(
@@ -260,7 +230,6 @@ PEAKS: tuple[Peaks, ...] = (
     ),
     _hopper(
         "NVIDIA H200 SXM",
-        ("h200", "h200-sxm"),
         "nvidia h200*",
         4.8e12,
         _memory(
@@ -271,7 +240,6 @@ PEAKS: tuple[Peaks, ...] = (
     ),
     Peaks(
         "NVIDIA B200 SXM",
-        ("b200", "b200-sxm"),
         "gpu",
         ("nvidia b200*",),
         f64=40e12,
@@ -287,7 +255,6 @@ PEAKS: tuple[Peaks, ...] = (
     ),
     Peaks(
         "AMD Instinct MI300X",
-        ("mi300x",),
         "gpu",
         ("amd instinct mi300x*",),
         f64=163.4e12,
@@ -302,16 +269,15 @@ PEAKS: tuple[Peaks, ...] = (
         int8=2614.9e12,
     ),
     _tpu("v4", ("tpu v4*",), 275e12, 1.2e12),
-    _tpu("v5e", ("tpu v5 lite*", "tpu v5e*"), 197e12, 819e9, "v5litepod", int8=393e12),
+    _tpu("v5e", ("tpu v5 lite*", "tpu v5e*"), 197e12, 819e9, int8=393e12),
     _tpu("v5p", ("tpu v5", "tpu v5p*"), 459e12, 2.765e12, int8=918e12),
-    _tpu("v6e", ("tpu v6 lite*", "tpu v6e*"), 918e12, 1.64e12, "trillium", int8=1836e12),
+    _tpu("v6e", ("tpu v6 lite*", "tpu v6e*"), 918e12, 1.64e12, int8=1836e12),
     # A device is one of a chip's two halves.
     _tpu(
         "7x",
         ("tpu7x*", "tpu 7x*"),
         2307e12 / 2,
         7.38e12 / 2,
-        "ironwood",
         page="tpu7x",
         f8=4614e12 / 2,
     ),
