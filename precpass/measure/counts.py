@@ -165,8 +165,8 @@ class _Tally:
             self.products += 1
             self.low += is_low or all(format_of(a) in LOW_FORMATS for a in operands[:2])
             self.marked += ir.has_algorithm(eqn)
-            asked = ir.asked_precision(eqn)
-            self.product_flops[name if asked == "default" else f"{name} {asked}"] += calls * flops
+            named = f"{name} {ir.asked_precision(eqn)}".removesuffix(" default")
+            self.product_flops[named] += calls * flops
 
 
 def format_of(aval: ir.Aval) -> str:
