@@ -22,14 +22,14 @@ from rich.table import Table
 FOLDER = Path(__file__).resolve().parent
 PROGRAMS = ("mlp", "unrolled")
 PLAIN = ("trace", "call")
-AIMS = {"explain": 2, "diff": 2, "compare": 4, "monitor": 3, "profile": 4}
+AIMS = {"explain": 2, "diff": 2, "compare": 4, "monitor": 3}
 TRACED = ("explain", "diff")
 """Tools that are compared with the trace, and not with the plain program's first call."""
 
 CHILD = """
 import sys, time
 import jax, precpass as pp
-import precpass.report.compare.compare, precpass.report.compare.profile
+import precpass.report.compare.compare
 import precpass.numerics.monitor.monitor, precpass.view.explain, precpass.view.diff
 from bench_columns import COLUMNS, arguments
 from bench_models import MODELS
@@ -52,8 +52,6 @@ match what:
         str(pp.compare(fn, ["AlwaysF32", "AutoMixedBf16"])(*args))
     case "monitor":
         jax.block_until_ready(pp.monitor(fn)(*args)[0])
-    case "profile":
-        str(pp.report.profile(fn)(*args))
 print(time.perf_counter() - start)
 """
 

@@ -187,7 +187,6 @@ def test_a_policy_in_the_place_of_the_function_is_said_to_be_one(policy):
             pp.explain,
             pp.audit,
             pp.compare,
-            pp.report.profile,
             pp.monitor,
             pp.auto_mixed(),
         ),

@@ -23,15 +23,15 @@ MAX_FOLDER_LINES = {
     "devices": 950,
     "jaxpr": 5_750,
     "jit": 3_050,
-    "measure": 2_300,
+    "measure": 1_500,
     "numerics": 5_150,
     "plan": 1_400,
     "planner": 3_550,
     "policy": 2_100,
-    "report": 4_400,
+    "report": 3_950,
     "rewrite": 2_350,
     "testing": 450,
-    "view": 4_450,
+    "view": 4_400,
 }
 """What each folder had when it was last counted. A change that adds a mechanism takes one away."""
 ROOT_FILES = {

@@ -42,7 +42,6 @@ reveal_type(pp.inspect(plain))
 reveal_type(pp.inspect(plain)(jax.ShapeDtypeStruct((), float)))
 reveal_type(pp.explain(plain)(1))
 reveal_type(pp.audit(plain, "bf16"))
-reveal_type(pp.report.profile(plain)(1, "a"))
 reveal_type(pp.bisect(plain, None, 0.1))
 reveal_type(pp.with_fallback(plain)(1, "a"))
 reveal_type(pp.loss_scale.scaled_value_and_grad(plain))
@@ -56,12 +55,11 @@ WANTED = [
     "float",
     "(x: int) -> str",
     "tuple[float, Health]",
-    '(x: int, y: str = "") -> Comparison',
+    'AtArguments[(x: int, y: str = ""), Comparison]',
     'AtArguments[(x: int, y: str = ""), Inspection]',
     "Inspection",
     "Explanation",
     'AtArguments[(x: int, y: str = ""), Audit]',
-    "Profile",
     '(x: int, y: str = "") -> Bisection',
     "tuple[float, FallbackReport]",
     '(LossScale, x: int, y: str = "") -> tuple[Any, Any, Array]',

@@ -32,8 +32,9 @@ from precpass.autotune.cache import Cache, cache_folder, file_name
 from precpass.autotune.forms import FORMS, forms_of, in_form
 from precpass.devices.detect import device_for, is_present, planned_for
 from precpass.devices.peaks import Device
-from precpass.measure.roofline import work_of
-from precpass.measure.traffic import Traffic, traffic_of
+from precpass.measure.counts import count
+from precpass.measure.roofline import roofline
+from precpass.measure.traffic import traffic_of
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.units import sized
@@ -45,7 +46,7 @@ GAIN = 0.03
 LITTLE = 0.01
 """The fraction of the cost that may be lost where temporary memory is saved."""
 
-_WAY_OF_COUNTING = 4
+_WAY_OF_COUNTING = 5
 """A part of each choice's key. It is raised when costs are counted in another way, because a choice
 by the former costs, which a file may hold, is then not the cheapest any more."""
 
@@ -232,13 +233,12 @@ def figures_of(jaxpr: ir.Jaxpr, place: Any, x64: bool) -> Figures:
     traffic, memory = traffic_of(program.as_text() or "", platform), program.memory_analysis()
     temp = float(memory.temp_size_in_bytes) if memory is not None else 0.0
     cycles = 0.0 if traffic.without_cycles else float(traffic.cycles or 0)
-    return Figures(cycles, _seconds(traffic, jaxpr, device_for(place)), temp)
-
-
-def _seconds(traffic: Traffic, jaxpr: ir.Jaxpr, device: Device) -> float:
-    """The time of a program's bytes and of its products' arithmetic, by published peaks."""
-    arithmetic = 0.0
+    device = device_for(place)
     narrow = {str(p): p for p in Precision if p.is_low or p.is_scaled}
-    for name, flops in work_of(jaxpr).product_flops.items():
-        arithmetic += flops / device.flops(narrow.get(name, Precision.F32))
-    return traffic.moved / device.peaks.bandwidth + arithmetic
+    seconds = roofline(
+        traffic,
+        count(jaxpr),
+        device.peaks.bandwidth,
+        lambda name, _asked: device.flops(narrow.get(name, Precision.F32)),
+    )
+    return Figures(cycles, seconds or 0.0, temp)

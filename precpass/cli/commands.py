@@ -18,7 +18,7 @@ from precpass.report.audit.audit import audit
 from precpass.report.bisect.bisect import bisect
 from precpass.report.bisect.bisection import Run
 from precpass.report.compare.compare import compare
-from precpass.report.compare.profile import profile
+from precpass.report.compare.rows import ERRORS, TIMES, columns_of
 from precpass.testing import Problems, plan_problems, precision_problems
 from precpass.view.diff import between, changes
 from precpass.view.inspection import Inspection
@@ -55,10 +55,10 @@ class Task:
         progress: shows what is going on.
         policy: the policy of --policy or of --plan; None if neither is given.
         between: the other policy of `diff`.
-        rows: the policies of `compare` and `profile`, each with its name.
+        rows: the policies of `compare`, each with its name.
+        columns: the names of its columns; None for those of the default.
         expected: the patterns of `check`, each with the expected precision or numbers.
         target: the device of --target, a `precpass.devices.targets.Target`.
-        devices: the devices of `profile`.
         fn: the user's function; a stand-in in a rehearsal.
         args, kwargs: its arguments.
         is_rehearsal: whether only the options are judged.
@@ -69,9 +69,9 @@ class Task:
     policy: PrecisionPolicy | None
     between: PrecisionPolicy | None
     rows: list[tuple[str, PrecisionPolicy]]
+    columns: tuple[str, ...] | None
     expected: dict[str, Any]
     target: Any
-    devices: tuple[str, ...]
     fn: Callable[..., Any]
     args: list[Any] = dataclasses.field(default_factory=list[Any])
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -163,34 +163,20 @@ def _diff(task: Task) -> Report:
 
 
 def _compare(task: Task) -> Report:
+    columns, rounds = set(columns_of(task.columns)), task.options.rounds
+    is_timed = TIMES & columns and rounds != 0 and task.target is None
     comparison = task.run(
         compare,
         task.rows,
+        columns=task.columns,
         reference=task.options.reference,
-        rounds=task.options.rounds,
+        rounds=rounds,
         target=task.target,
         progress=task.step,
-        doing="the reference",
-        on_arrays=True,
+        # What runs nothing takes shapes.
+        on_arrays=bool(ERRORS & columns or is_timed) or task.options.seed is not None,
     )
     return Report(lambda: str(comparison), comparison.to_dict())
-
-
-def _profile(task: Task) -> Report:
-    options, target = task.options, task.target
-    # Without rounds nothing runs, so shapes suffice.
-    runs = options.rounds != 0 and target is None
-    profiled = task.run(
-        profile,
-        task.rows,
-        devices=task.devices,
-        rounds=options.rounds,
-        target=target,
-        progress=task.step,
-        doing="the float32 program",
-        on_arrays=runs or options.seed is not None,
-    )
-    return Report(lambda: str(profiled), profiled.to_dict())
 
 
 def _audit(task: Task) -> Report:
@@ -253,7 +239,6 @@ COMMANDS: dict[str, Callable[[Task], Report]] = {
     "explain": _explain,
     "diff": _diff,
     "compare": _compare,
-    "profile": _profile,
     "audit": _audit,
     "bisect": _bisect,
     "draw": _draw,

@@ -13,12 +13,11 @@ import jax
 
 from precpass.cli.errors import Refused, refusing
 from precpass.cli.target import parse_args
-from precpass.devices.peaks import peaks_of
 from precpass.devices.targets import target_of
 from precpass.plan.plan import Plan
 from precpass.policy.policy import SUFFIX, PrecisionPolicy, parse_option
 from precpass.policy.presets import PRESETS, shown
-from precpass.report.compare.profile import DEVICES, PROFILED
+from precpass.report.compare.rows import columns_of
 from precpass.testing.patterns import Pattern
 
 __all__ = ["names_in", "read"]
@@ -38,10 +37,9 @@ def read(options: argparse.Namespace) -> dict[str, Any]:
             parse_args(options.args or "")
         if options.profitability is not None:
             parse_option("profitability", options.profitability)
-    with refusing("--devices"):
-        devices = DEVICES if options.devices is None else names_in(options.devices)
-        peaks_of(devices)
-    texts = PROFILED if options.command == "profile" else PRESETS
+    with refusing("--columns"):
+        columns = None if options.columns is None else columns_of(names_in(options.columns))
+    texts = PRESETS
     if options.policies is not None:
         texts = [text.strip() for text in options.policies.split(";")]
     rows = [(shown(text), _policy("--policies", text)) for text in texts]
@@ -49,9 +47,9 @@ def read(options: argparse.Namespace) -> dict[str, Any]:
         "policy": saved if options.policy is None else _policy("--policy", options.policy),
         "between": None if options.between is None else _policy("--between", options.between),
         "rows": rows if saved is None else [*rows, (options.plan, saved)],
+        "columns": columns,
         "expected": _expected(options.expect or []),
         "target": target,
-        "devices": devices,
     }
 
 

@@ -10,6 +10,7 @@ import importlib.metadata
 import math
 import platform
 import re
+import shlex
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -43,9 +44,7 @@ diff: what a policy changes, by module and line
 compare: policies side by side: products, memory, time, error
   model.py:loss --example arguments --policies "c=bf16; c=f16"
   model.py:loss --args "f32[64,32], f32[128,64]" --rounds 0
-profile: what policies take, and gain on other devices by their peaks
-  model.py:loss --example arguments --devices h100,v5e
-  model.py:loss --args "f32[64,32], f32[128,64]" --rounds 0
+  model.py:loss --example arguments --columns flops,temp,moved
 audit: what XLA runs in another precision than planned
   model.py:loss --args "f32[64,32], f32[128,64]"
   model.py:loss --example arguments --output audit.txt
@@ -63,8 +62,13 @@ check: fail where the plan is not the saved or the expected one
 """Each command with its description, and the examples in its help."""
 COMMANDS = re.findall(r"^(\w+): (.*)\n((?:  .*\n)+)", _COMMANDS, re.M)
 
+_PROFILE = (
+    'compare --policies "AlwaysF32; AutoMixedBf16" --columns '
+    "formats,temp,kernels,moved,cast_kernels,cycles,roofline,time,ratio"
+)
+"""What the former command `profile` is now."""
+
 _ALL = tuple(name for name, *_ in COMMANDS)
-_ROWS = ("compare", "profile")
 _PLANS = ("explain", "diff")
 _WRITES = {"draw": "program.svg", "lock": "plan.precision.json"}
 """The commands whose result is a file, with the name that it has by default."""
@@ -85,13 +89,14 @@ OPTIONS = (
     _option("--static NAMES", _ALL, "the arguments that are static, such as n,mode"),
     _option(
         "--policy",
-        tuple(name for name in _ALL if name not in _ROWS),
+        tuple(name for name in _ALL if name != "compare"),
         f"a preset ({', '.join(preset_titles())}), a text such as c=bf16, or a .toml file "
         "(default: that of the function, or AutoMixedBf16)",
     ),
     # Rows have policies of their own, so `_conflicts` refuses it.
-    _option("--policy", _ROWS, argparse.SUPPRESS),
-    _option("--policies A;B;C", _ROWS, "the rows: presets, or strings such as c=bf16"),
+    _option("--policy", ("compare",), argparse.SUPPRESS),
+    _option("--policies A;B;C", ("compare",), "the rows: presets, or strings such as c=bf16"),
+    _option("--columns A,B,C", ("compare",), "what it shows, such as flops,temp,roofline,error"),
     _option("--plan FILE", _ALL, "a plan of precpass lock, to follow, check or compare"),
     _option(f"--profitability {_PAYS}", _ALL, "lower all, or take the form that costs least"),
     _option(
@@ -115,7 +120,7 @@ OPTIONS = (
         "colour the text (default: auto, which is on a terminal)",
         choices=("auto", "always", "never"),
     ),
-    _option("--seed N", (*_ROWS, "bisect"), "the seed of drawn arrays (default: 0)", type=int),
+    _option("--seed N", ("compare", "bisect"), "the seed of drawn arrays (default: 0)", type=int),
     _option("--all", ("explain",), "list all that stays in float32, and all advice", **_FLAG),
     _option(
         "--level",
@@ -130,7 +135,9 @@ OPTIONS = (
         "with --level jaxpr: also the primitives by which the pass keeps derivatives wide",
         **_FLAG,
     ),
-    _option("--rounds N", _ROWS, "how often each row is timed (default: 10); 0: never", type=int),
+    _option(
+        "--rounds N", ("compare",), "how often each row is timed (default: 10); 0: never", type=int
+    ),
     _option(
         "--reference",
         ("compare",),
@@ -138,7 +145,6 @@ OPTIONS = (
         choices=("f64", "f32"),
         default="f64",
     ),
-    _option("--devices A,B,C", ("profile",), "estimate the gain on these (default: all)"),
     _option(
         "--tolerance ERROR",
         ("bisect",),
@@ -175,13 +181,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["profile"]:
+        print(f"precpass: profile goes away in 0.2: write precpass {_PROFILE}", file=sys.stderr)
+        words[:1] = shlex.split(_PROFILE)
     top = _parser()
-    options, more = top.parse_known_args(argv)
+    options, more = top.parse_known_args(words)
     if more:
         name = more[0].partition("=")[0]
         others = [command for option, of, _ in OPTIONS for command in of if option == name]
         elsewhere = f": {name} is of {', '.join(others)}" if others else ""
-        if not name.startswith("-"):
+        if name == "--devices":
+            elsewhere = ": give --columns roofline,moved and --target h100, once for each device"
+        elif not name.startswith("-"):
             elsewhere = ": arguments of the function are given by --args or --example"
         top.error(f"{options.command} has no {' '.join(more)}{elsewhere}")
     # Each option is there, also for the commands that do not have it.
@@ -230,9 +242,9 @@ def _parser() -> argparse.ArgumentParser:
 def _conflicts(o: argparse.Namespace) -> Iterator[str]:
     """Why options have no effect or make no sense, before anything is imported."""
     name = o.command
-    if name in _ROWS and o.policy is not None:
+    if name == "compare" and o.policy is not None:
         yield f"{name} takes --policies {o.policy!r}, not --policy: a row for each"
-    if name not in (*_ROWS, "check") and None not in (o.policy, o.plan):
+    if name not in ("compare", "check") and None not in (o.policy, o.plan):
         yield f"--plan {o.plan} has the policy that it was saved under: leave --policy out"
     if None not in (o.args, o.example):
         yield "--args and --example both give the arguments: leave one of them out"

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from precpass.policy.precision import Precision
@@ -28,7 +27,6 @@ __all__ = [
     "Peaks",
     "Source",
     "device_named",
-    "peaks_of",
     "peaks_of_kind",
 ]
 
@@ -60,7 +58,6 @@ class Peaks:
 
     Attributes:
         name: the device's name.
-        aliases: its other names, in lower case.
         platform: JAX's name, "cpu", "gpu" or "tpu".
         kinds: globs of JAX's `device_kind`, in lower case; for a CPU, of
             `precpass.devices.cpu_info`'s text. The first row that matches counts.
@@ -75,7 +72,6 @@ class Peaks:
     """
 
     name: str
-    aliases: tuple[str, ...]
     platform: str
     kinds: tuple[str, ...]
     f64: float | None
@@ -99,7 +95,7 @@ class Peaks:
                 a dot algorithm, which names the format too.
 
         Examples:
-            >>> (h100,) = peaks_of("h100")
+            >>> h100 = peaks_of_kind("gpu", "NVIDIA H100 80GB HBM3")
             >>> h100.flops("f32") == h100.tf32, h100.flops("f32", "highest") == h100.f32
             (True, True)
             >>> h100.flops("f32", "BF16_BF16_F32_X3") == h100.bf16 / 3
@@ -125,26 +121,6 @@ class Peaks:
 
 
 _FORMS = ("f64", "f32", "tf32", "bf16", "f16", "f8", "int8")
-
-
-def peaks_of(names: str | Iterable[str]) -> tuple[Peaks, ...]:
-    """Return the peaks of one or several accelerators, by name or alias in any case; each once.
-
-    Raises:
-        ValueError: for an unknown name; the message lists the legal ones.
-
-    Examples:
-        >>> [str(peaks) for peaks in peaks_of(["H100", "v5e"])]
-        ['NVIDIA H100 SXM', 'TPU v5e']
-    """
-    matching: list[Peaks] = []
-    for name in (names,) if isinstance(names, str) else names:
-        known = [p for p in PEAKS if str(name).lower() in (p.name.lower(), *p.aliases)]
-        if not known:
-            legal = ", ".join(repr(peaks.aliases[0]) for peaks in PEAKS)
-            raise ValueError(f"unknown device {name!r}: legal are {legal}")
-        matching += [peaks for peaks in known if peaks not in matching]
-    return tuple(matching)
 
 
 # ---------------------------------------------------------------- the table
@@ -184,20 +160,16 @@ def _memory(title: str, date: str, url: str) -> Source:
     return Source(("bandwidth",), title, date, url)
 
 
-def _ampere(
-    name: str, aliases: tuple[str, ...], kind: str, bandwidth: float, memory: Source
-) -> Peaks:
+def _ampere(name: str, kind: str, bandwidth: float, memory: Source) -> Peaks:
     flops = 19.5e12, 19.5e12, 156e12, 312e12, 312e12
     sources = _AMPERE, memory
-    return Peaks(name, aliases, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, int8=624e12)
+    return Peaks(name, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, int8=624e12)
 
 
-def _hopper(
-    name: str, aliases: tuple[str, ...], kind: str, bandwidth: float, memory: Source
-) -> Peaks:
+def _hopper(name: str, kind: str, bandwidth: float, memory: Source) -> Peaks:
     flops = 66.9e12, 66.9e12, 494.7e12, 989.4e12, 989.4e12
     sources, eight = (_HOPPER, memory), 1978.9e12
-    return Peaks(name, aliases, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, eight, eight)
+    return Peaks(name, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, eight, eight)
 
 
 def _tpu(
@@ -205,7 +177,7 @@ def _tpu(
     kinds: tuple[str, ...],
     bf16: float,
     bandwidth: float,
-    *more: str,
+    *,
     page: str | None = None,
     f8: float | None = None,
     int8: float | None = None,
@@ -217,16 +189,14 @@ def _tpu(
     url = f"https://cloud.google.com/tpu/docs/{page or version}"
     figures = "bf16", "bandwidth", *(n for n, peak in (("f8", f8), ("int8", int8)) if peak)
     source = Source(figures, f"Google Cloud: TPU {version}", "2026-11-22", url)
-    aliases = version, f"tpu-{version}", f"tpu{version}", *more
     flops = None, None, None, bf16, None
     name = f"TPU {version}"
-    return Peaks(name, aliases, "tpu", kinds, *flops, bandwidth, _TPU, (source,), f8, int8)
+    return Peaks(name, "tpu", kinds, *flops, bandwidth, _TPU, (source,), f8, int8)
 
 
 PEAKS: tuple[Peaks, ...] = (
     _ampere(
         "NVIDIA A100, 40 GB",
-        ("a100-40gb",),
         "nvidia a100*40gb*",
         1.555e12,
         _memory(
@@ -238,14 +208,12 @@ PEAKS: tuple[Peaks, ...] = (
     ),
     _ampere(
         "NVIDIA A100, 80 GB",
-        ("a100", "a100-80gb"),
         "nvidia a100*",
         2.039e12,
         _AMPERE._replace(figures=("bandwidth",)),
     ),
     _hopper(
         "NVIDIA H100 SXM",
-        ("h100", "h100-sxm"),
         "nvidia h100*",
         3.35e12,
         _memory(
@@ -256,7 +224,6 @@ PEAKS: tuple[Peaks, ...] = (
     ),
     _hopper(
         "NVIDIA H200 SXM",
-        ("h200", "h200-sxm"),
         "nvidia h200*",
         4.8e12,
         _memory(
@@ -267,7 +234,6 @@ PEAKS: tuple[Peaks, ...] = (
     ),
     Peaks(
         "NVIDIA B200 SXM",
-        ("b200", "b200-sxm"),
         "gpu",
         ("nvidia b200*",),
         f64=40e12,
@@ -283,7 +249,6 @@ PEAKS: tuple[Peaks, ...] = (
     ),
     Peaks(
         "AMD Instinct MI300X",
-        ("mi300x",),
         "gpu",
         ("amd instinct mi300x*",),
         f64=163.4e12,
@@ -298,16 +263,15 @@ PEAKS: tuple[Peaks, ...] = (
         int8=2614.9e12,
     ),
     _tpu("v4", ("tpu v4*",), 275e12, 1.2e12),
-    _tpu("v5e", ("tpu v5 lite*", "tpu v5e*"), 197e12, 819e9, "v5litepod", int8=393e12),
+    _tpu("v5e", ("tpu v5 lite*", "tpu v5e*"), 197e12, 819e9, int8=393e12),
     _tpu("v5p", ("tpu v5", "tpu v5p*"), 459e12, 2.765e12, int8=918e12),
-    _tpu("v6e", ("tpu v6 lite*", "tpu v6e*"), 918e12, 1.64e12, "trillium", int8=1836e12),
+    _tpu("v6e", ("tpu v6 lite*", "tpu v6e*"), 918e12, 1.64e12, int8=1836e12),
     # A device is one of a chip's two halves.
     _tpu(
         "7x",
         ("tpu7x*", "tpu 7x*"),
         2307e12 / 2,
         7.38e12 / 2,
-        "ironwood",
         page="tpu7x",
         f8=4614e12 / 2,
     ),
@@ -331,7 +295,7 @@ def _cpu(name: str, kind: str, bf16: float, int8: float, *more: Source) -> Peaks
     widened = Source(("f16", "f8"), _WIDENS, "2026-11-26")
     flops = None, 155e9, None, bf16, 155e9
     sources = measured, widened, *more
-    return Peaks(name, (), "cpu", (kind,), *flops, 4e9, _AMD, sources, 155e9, int8)
+    return Peaks(name, "cpu", (kind,), *flops, 4e9, _AMD, sources, 155e9, int8)
 
 
 CPUS = (
@@ -406,7 +370,8 @@ def peaks_of_kind(platform: str, kind: str) -> Peaks | None:
     return None
 
 
-_INSTEAD = {"cpu": CPUS[1], "tpu": peaks_of("v5e")[0]}
+_BY_NAME = {peaks.name: peaks for peaks in (*CPUS, *PEAKS)}
+_INSTEAD = {"cpu": CPUS[1].name, "tpu": "TPU v5e"}
 
 
 def device_named(platform: str, kind: str) -> Device:
@@ -424,5 +389,5 @@ def device_named(platform: str, kind: str) -> Device:
     """
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     known = peaks_of_kind(platform, kind)
-    figures = known or _INSTEAD.get(platform) or peaks_of("a100")[0]
+    figures = known or _BY_NAME[_INSTEAD.get(platform, "NVIDIA A100, 80 GB")]
     return Device(platform, kind, figures, known is not None)

@@ -63,5 +63,5 @@ def note_static(error: Exception, name: str) -> None:
     error.add_note(
         f"{head}{name} or one that it calls, is given a traced one: declare it static to "
         f"auto_mixed too, auto_mixed({name}, static_argnums=...) or static_argnames=..., and give "
-        "that to profile, compare or inspect; or close over it"
+        "that to compare or inspect; or close over it"
     )

@@ -23,10 +23,7 @@ from precpass.policy.policy import PrecisionPolicy
 __all__ = ["Mixed"]
 
 
-_REPORTS = {
-    **{name: name for name in ("inspect", "explain", "compare", "audit", "bisect")},
-    "profile": "report.profile",
-}
+_REPORTS = ("inspect", "explain", "compare", "audit", "bisect")
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -168,7 +165,7 @@ class Mixed(Generic[P, R_co]):
     def __getattr__(self, name: str) -> Any:
         if name in _REPORTS:
             raise AttributeError(
-                f"an auto_mixed function has no {name}: write precpass.{_REPORTS[name]}(f)(...), "
+                f"an auto_mixed function has no {name}: write precpass.{name}(f)(...), "
                 "with the function's arguments in the second parentheses"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 
 import jax.numpy as jnp
 
@@ -41,6 +42,8 @@ class Counts:
             format's name (`precpass.analysis.sizes.flops`).
         result_bytes: format -> bytes of the results of equations in it. XLA does not store those
             that it fuses.
+        product_flops: the FLOPs of matrix products alone, by the format of their operands. If the
+            program asks for a precision or an algorithm, its name follows, as in "f32 highest".
 
     The formats are "f64", "f32", "bf16", "f16", "f8e4m3", "f8e5m2", of scaled products "int8", or
     for others the dtype's name.
@@ -53,6 +56,7 @@ class Counts:
     cast_bytes: float
     flops: dict[str, float]
     result_bytes: dict[str, float]
+    product_flops: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     @property
     def low_bytes(self) -> float:
@@ -101,11 +105,14 @@ def count(jaxpr: ir.Jaxpr | Graph) -> Counts:
     """
     tally = _Tally()
     tally.add(jaxpr, 1.0)
-    flops, result_bytes = (
-        {k: v for k, v in d.items() if v} for d in (tally.flops, tally.result_bytes)
-    )
+    sums = (tally.flops, tally.result_bytes, tally.product_flops)
     return Counts(
-        tally.products, tally.low, tally.marked, tally.casts, tally.cast_bytes, flops, result_bytes
+        tally.products,
+        tally.low,
+        tally.marked,
+        tally.casts,
+        tally.cast_bytes,
+        *({name: n for name, n in by_name.items() if n} for by_name in sums),
     )
 
 
@@ -113,8 +120,9 @@ class _Tally:
     def __init__(self) -> None:
         self.products = self.low = self.marked = self.casts = 0
         self.cast_bytes = 0.0
-        self.flops: dict[str, float] = {}
-        self.result_bytes: dict[str, float] = {}
+        self.flops = defaultdict[str, float](float)
+        self.result_bytes = defaultdict[str, float](float)
+        self.product_flops = defaultdict[str, float](float)
 
     def add(self, jaxpr: ir.Jaxpr | Graph, times: float) -> None:
         graph = jaxpr if isinstance(jaxpr, Graph) else Graph.build(jaxpr)
@@ -136,8 +144,7 @@ class _Tally:
         sides = eqn.invars, eqn.outvars
         operands, result_avals = ([a for v in vs if format_of(a := v.aval)] for vs in sides)
         for aval in result_avals:
-            name = format_of(aval)
-            self.result_bytes[name] = self.result_bytes.get(name, 0.0) + calls * nbytes(aval)
+            self.result_bytes[format_of(aval)] += calls * nbytes(aval)
         if eqn.primitive.name == "convert_element_type":
             if operands and result_avals and operands[0].dtype != result_avals[0].dtype:
                 self.casts += 1
@@ -145,19 +152,21 @@ class _Tally:
             return
         is_product = op(eqn.primitive.name).kind is OpKind.COMPUTE and is_matrix_product(eqn)
         eight_bits = {_EIGHT_BITS.get(v.aval.dtype) for v in eqn.invars[:2]} if is_product else ()
-        if eight_bits and None not in eight_bits:
-            self.products, self.low = self.products + 1, self.low + 1
+        is_low = bool(eight_bits) and None not in eight_bits
+        if is_low:
             name = max(map(str, eight_bits))
-            self.flops[name] = self.flops.get(name, 0.0) + calls * flops
+        elif operands or result_avals:
+            widest = max(operands or result_avals[:1], key=lambda aval: aval.dtype.itemsize)
+            name = format_of(widest)
+        else:
             return
-        if not (operands or result_avals):
-            return
+        self.flops[name] += calls * flops
         if is_product:
             self.products += 1
-            self.low += all(format_of(a) in LOW_FORMATS for a in operands[:2])
+            self.low += is_low or all(format_of(a) in LOW_FORMATS for a in operands[:2])
             self.marked += ir.has_algorithm(eqn)
-        name = format_of(max(operands or result_avals[:1], key=lambda aval: aval.dtype.itemsize))
-        self.flops[name] = self.flops.get(name, 0.0) + calls * flops
+            named = f"{name} {ir.asked_precision(eqn)}".removesuffix(" default")
+            self.product_flops[named] += calls * flops
 
 
 def format_of(aval: ir.Aval) -> str:

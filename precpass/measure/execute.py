@@ -320,10 +320,6 @@ def timed(
     return out, clock() - start
 
 
-def _no_arguments(_name: str) -> Sequence[Any]:
-    return ()
-
-
 def _order(names: Sequence[str], turn: int) -> list[str]:
     """The order of one round, balanced for first-order carry-over (Williams 1949).
 
@@ -339,7 +335,7 @@ def interleaved(
     runs: Mapping[str, Callable[..., Any]],
     rounds: int,
     *,
-    prepare: Callable[[str], Sequence[Any]] = _no_arguments,
+    prepare: Callable[[str], Sequence[Any]] = lambda _name: (),
     warm_up: int = 1,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int], None] = lambda _round: None,

@@ -20,10 +20,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from precpass.measure.hlo import Computation, Instruction, Module, Shape
-from precpass.measure.hlo_instructions import MOSAIC_KERNEL
+from precpass.measure.hlo import (
+    MOSAIC_KERNEL,
+    PRODUCTS,
+    Computation,
+    Instruction,
+    Module,
+    Shape,
+)
 from precpass.measure.hlo_loops import trips_of
 
 __all__ = ["MatrixKernel", "Traffic", "traffic_of"]
@@ -114,48 +122,30 @@ def traffic_of(text: str, platform: str = "cpu") -> Traffic:
     module = Module.parse(text)
     tally = _Tally(module, on_chip=1 if platform == "tpu" else -1)
     total = tally.of(module.computations[module.entry])
-    products = tuple(
-        MatrixKernel(call, factors, written, runs, how)
-        for (call, factors, written, how), runs in sorted(
-            total.products.items(), key=lambda item: (-item[1], item[0])
-        )
-    )
+    kinds = sorted(kind for kind in total if isinstance(kind, tuple))
+    products = [
+        MatrixKernel(call, factors, results, int(total[call, factors, results, how]), how)
+        for call, factors, results, how in kinds
+    ]
     return Traffic(
-        total.moved,
-        products,
-        total.casts,
-        total.cast_bytes,
-        total.transposes,
-        total.cycles if platform == "tpu" else None,
-        total.without_cycles if platform == "tpu" else 0,
+        total["moved"],
+        tuple(sorted(products, key=lambda kernel: -kernel.runs)),
+        int(total["casts"]),
+        total["cast_bytes"],
+        int(total["transposes"]),
+        int(total["cycles"]) if platform == "tpu" else None,
+        int(total["without_cycles"]) if platform == "tpu" else 0,
         tally.guesses,
     )
 
 
-_Kind = tuple[str, tuple[str, ...], tuple[str, ...], str]
+_Sum = defaultdict[Any, float]
+"""The figures of some instructions: `Traffic`'s by name, and the runs of each kind of product."""
 
 
-@dataclasses.dataclass
-class _Sum:
-    """The figures of some instructions."""
-
-    moved: float = 0.0
-    products: dict[_Kind, int] = dataclasses.field(default_factory=dict[_Kind, int])
-    casts: int = 0
-    cast_bytes: float = 0.0
-    transposes: int = 0
-    cycles: int = 0
-    without_cycles: int = 0
-
-    def add(self, other: _Sum, times: int = 1) -> None:
-        self.moved += times * other.moved
-        for kind, runs in other.products.items():
-            self.products[kind] = self.products.get(kind, 0) + times * runs
-        self.casts += times * other.casts
-        self.cast_bytes += times * other.cast_bytes
-        self.transposes += times * other.transposes
-        self.cycles += times * other.cycles
-        self.without_cycles += times * other.without_cycles
+def _add(total: _Sum, other: _Sum, times: int = 1) -> None:
+    for name, n in other.items():
+        total[name] += times * n
 
 
 # Instructions that run no kernel; the "-done" of an asynchronous pair runs none either.
@@ -166,7 +156,6 @@ _FREE = frozenset(
 # What only renames a value or its layout, inside of a kernel too.
 _VIEWS = frozenset(("bitcast", "reshape"))
 _MOVES = frozenset(("copy", "transpose", "convert"))
-_PRODUCTS = frozenset(("dot", "convolution", "ragged-dot", "scaled-dot"))
 _LIBRARY_PRODUCT = re.compile(
     r"cublas|cudnn\$(conv|fmha|blockScaledDot)|onednn\$(matmul|convolution)|__dot|gemm", re.I
 )
@@ -188,52 +177,51 @@ class _Tally:
     def of(self, computation: Computation) -> _Sum:
         """The figures of one run of a computation."""
         if computation.name not in self._sums:
-            total = _Sum()
+            total = _Sum(float)
             for instruction in computation.instructions:
-                total.add(self._instruction(computation, instruction))
+                _add(total, self._instruction(computation, instruction))
             self._sums[computation.name] = total
         return self._sums[computation.name]
 
     def _instruction(self, computation: Computation, instruction: Instruction) -> _Sum:
-        opcode, total = instruction.opcode, _Sum(cycles=instruction.cycles)
+        opcode, total = instruction.opcode, _Sum(float, cycles=instruction.cycles)
         called = self.module.called(instruction)
         if opcode in _FREE or opcode.endswith("-done"):
             return total
         if opcode == "while":
-            trips = trips_of(self.module, instruction)
+            trips = trips_of(self.module, computation, instruction)
             self.guesses |= trips is None
             for inner in called:
-                total.add(self.of(inner), 1 if trips is None else trips)
+                _add(total, self.of(inner), 1 if trips is None else trips)
         elif opcode == "conditional":
             branches = [self.of(inner) for inner in called]
-            total.add(max(branches, key=lambda s: (s.moved, s.cycles), default=_Sum()))
+            if branches:
+                _add(total, max(branches, key=lambda s: (s["moved"], s["cycles"])))
         elif opcode in ("call", "async-start"):
             for inner in called:
-                total.add(self.of(inner))
+                _add(total, self.of(inner))
         else:
             self._kernel(computation, instruction, total)
         return total
 
     def _kernel(self, computation: Computation, instruction: Instruction, total: _Sum) -> None:
-        operands = computation.operands(instruction)
-        total.without_cycles = int(not instruction.cycles and _has_no_estimate(instruction))
+        total["without_cycles"] += not instruction.cycles and _has_no_estimate(instruction)
         if instruction.opcode in ("fusion", "fusion-start"):
             inner, *_ = self.module.called(instruction)
-            total.moved = self._fused(instruction, inner, operands)
+            moved = self._fused(computation, instruction, inner)
             body = list(_flattened(self.module, inner))
         else:
-            total.moved = self._unfused(instruction, operands)
+            moved = self._unfused(instruction, computation.operands(instruction))
             body = [(computation, instruction)]
+        total["moved"] += moved
         for call, factors, how in _products(body):
             results = _without_workspace(instruction.shapes)
-            written = dict.fromkeys(s.dtype for s in results)
-            kind = call, factors, tuple(written), how
-            total.products[kind] = total.products.get(kind, 0) + 1
+            total[call, factors, tuple(dict.fromkeys(s.dtype for s in results)), how] += 1
         opcodes = {i.opcode for _, i in body} - _FREE - _VIEWS
-        if opcodes and opcodes <= _MOVES and max(s.size for s in instruction.shapes) > 1:
-            total.casts = int("convert" in opcodes)
-            total.transposes = 1 - total.casts
-            total.cast_bytes = total.moved * total.casts
+        if opcodes and opcodes <= _MOVES and instruction.size > 1:
+            is_cast = "convert" in opcodes
+            total["casts" if is_cast else "transposes"] += 1
+            total["cast_bytes"] += moved * is_cast
 
     def _size(self, shapes: Sequence[Shape]) -> float:
         return sum(s.nbytes for s in shapes if s.space != self.on_chip)
@@ -260,21 +248,16 @@ class _Tally:
             return 2 * self._size(operands[1].shapes)
         return self._size(shapes) + sum(self._size(o.shapes) for o in operands)
 
-    def _fused(
-        self, fusion: Instruction, inner: Computation, operands: Sequence[Instruction]
-    ) -> float:
+    def _fused(self, computation: Computation, fusion: Instruction, inner: Computation) -> float:
         """The bytes that a fusion reads and writes."""
-        parameters = {i.index: i for i in inner.instructions if i.opcode == "parameter"}
-        reads = elements_read(self.module, inner)
         moved = 0.0
-        for index, operand in enumerate(operands):
-            if index in parameters and operand.shapes:
-                (shape, *_), name = operand.shapes, parameters[index].name
-                share = reads.get(name, 0.0) / max(1, shape.size)
-                moved += self._size([shape]) * min(1.0, share)
-        written = _written(inner)
+        for operand, elements in _reads(self.module, computation, fusion, 0.0):
+            shape = operand.shapes[0]
+            moved += self._size([shape]) * min(1.0, elements / max(1, shape.size))
         # An asynchronous fusion's results stand behind its operands.
-        results = fusion.shapes[len(operands) :] if fusion.opcode != "fusion" else fusion.shapes
+        is_start = fusion.opcode != "fusion"
+        results = fusion.shapes[len(fusion.operands) :] if is_start else fusion.shapes
+        written = (s for value in inner.results for s in _written(inner, value).shapes)
         for shape, update in zip(_without_workspace(results), written, strict=False):
             moved += self._size([dataclasses.replace(update, space=shape.space)])
         return moved
@@ -309,32 +292,24 @@ def _products(
         is_call = instruction.opcode == "custom-call" and _LIBRARY_PRODUCT.search(
             instruction.target
         )
-        if is_call or instruction.opcode in _PRODUCTS:
+        if is_call or instruction.opcode in PRODUCTS:
             factors = [s for o in computation.operands(instruction)[:2] for s in o.shapes[:1]]
             name = instruction.target.strip("_") if is_call else instruction.opcode
             if factors:
                 yield name, tuple(shape.dtype for shape in factors), instruction.multiplied
 
 
-def _written(inner: Computation) -> list[Shape]:
-    """What a fusion writes for each of its results: for an update in place, the update."""
-    root = inner.root
-    if root is None:
-        return []
-    shapes: list[Shape] = []
-    for result in inner.operands(root) if root.opcode == "tuple" else [root]:
-        updated = _updated(inner, result)
-        shapes += result.shapes if updated is None else updated.shapes
-    return shapes
+def _written(inner: Computation, result: Instruction) -> Instruction:
+    """What a fusion writes for a result: of a parameter that is updated in place, the update."""
+    update = _past_views(inner, result)
+    if update.opcode != "dynamic-update-slice" or not _is_in_place(inner, update):
+        return result
+    return inner.operands(update)[1]
 
 
-def _updated(inner: Computation, result: Instruction) -> Instruction | None:
-    """The update of a fusion's result that is a parameter with an update in place; else None."""
-    result = _past_views(inner, result)
-    if result.opcode != "dynamic-update-slice":
-        return None
-    target, update, *_ = inner.operands(result)
-    return update if _past_views(inner, target).opcode == "parameter" else None
+def _is_in_place(inner: Computation, update: Instruction) -> bool:
+    """Whether a dynamic-update-slice updates a parameter of a fusion."""
+    return _past_views(inner, inner.operands(update)[0]).opcode == "parameter"
 
 
 def _past_views(inner: Computation, value: Instruction) -> Instruction:
@@ -348,53 +323,38 @@ def elements_read(module: Module, inner: Computation) -> Mapping[str, float]:
 
     A value that is only sliced is read as far as its slices reach.
     """
-    root = inner.root
-    needed: dict[str, float] = {}
-    if root is None:
-        return needed
-
-    def add(value: Instruction, elements: float) -> None:
-        size = max((s.size for s in value.shapes), default=0)
-        needed[value.name] = min(size, needed.get(value.name, 0.0) + elements)
-
-    for value in inner.operands(root) if root.opcode == "tuple" else [root]:
-        add(value, max((s.size for s in value.shapes), default=0))
+    needed = {value.name: float(value.size) for value in inner.results}
     for instruction in reversed(inner.instructions):
-        if (elements := needed.get(instruction.name, 0.0)) and instruction.opcode != "parameter":
-            _spread(module, inner, instruction, elements, add)
+        elements = needed.get(instruction.name, 0.0)
+        for value, read in _reads(module, inner, instruction, elements) if elements else ():
+            needed[value.name] = min(value.size, needed.get(value.name, 0.0) + read)
     return needed
 
 
 # They read their operands whole, however little of their result is read.
-_WHOLE = _PRODUCTS | frozenset(
+_WHOLE = PRODUCTS | frozenset(
     ("reduce", "reduce-window", "scatter", "sort", "broadcast", "custom-call", "select-and-scatter")
 )
 
 
-def _spread(
-    module: Module,
-    inner: Computation,
-    instruction: Instruction,
-    elements: float,
-    add: Callable[[Instruction, float], None],
-) -> None:
-    """Adds what some elements of an instruction's result need of its operands."""
+def _reads(
+    module: Module, inner: Computation, instruction: Instruction, elements: float
+) -> Iterator[tuple[Instruction, float]]:
+    """The operands of an instruction, and what some elements of its result need of each."""
     operands = inner.operands(instruction)
-    sizes = [max((s.size for s in o.shapes), default=0) for o in operands]
-    if instruction.opcode == "fusion":
+    if instruction.opcode in ("fusion", "fusion-start"):
         called, *_ = module.called(instruction)
-        parameters = {i.index: i.name for i in called.instructions if i.opcode == "parameter"}
-        reads = elements_read(module, called)
-        for index, operand in enumerate(operands):
-            add(operand, reads.get(parameters.get(index, ""), 0.0))
+        needed = elements_read(module, called)
+        for value in called.instructions:
+            if value.opcode == "parameter":
+                yield operands[value.index], needed.get(value.name, 0.0)
         return
-    if instruction.opcode == "dynamic-update-slice":
-        # What is updated in place is not read.
-        in_place = _past_views(inner, operands[0]).opcode == "parameter"
-        add(operands[0], 0.0 if in_place else elements)
-        for operand, size in zip(operands[1:], sizes[1:], strict=True):
-            add(operand, size)
-        return
-    for at, (operand, size) in enumerate(zip(operands, sizes, strict=True)):
-        is_part = instruction.opcode not in _WHOLE and not (at and instruction.opcode in _SLICES)
-        add(operand, min(size, elements) if is_part else size)
+    for at, operand in enumerate(operands):
+        if instruction.opcode == "dynamic-update-slice":
+            # What is updated in place is not read.
+            of_target = 0.0 if _is_in_place(inner, instruction) else elements
+            yield operand, operand.size if at else of_target
+        elif instruction.opcode in _WHOLE or (at and instruction.opcode in _SLICES):
+            yield operand, operand.size
+        else:
+            yield operand, min(operand.size, elements)

@@ -1,15 +1,17 @@
-"""The reports that `inspect`, `explain`, `compare`, `audit` and `bisect` return, and two functions.
+"""The reports that `inspect`, `explain`, `compare`, `audit` and `bisect` return, and `between`.
 
-`profile` estimates the gain on other devices, and `between` compares two plans.
+`between` compares two plans.
 """
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 from precpass.report.audit.audit import Audit
 from precpass.report.bisect.bisection import Bisection
+from precpass.report.compare.compare import profile as profile
 from precpass.report.compare.comparison import Comparison
-from precpass.report.compare.profile import profile
-from precpass.report.compare.profiled import Profile
 from precpass.view.diff import between
 from precpass.view.explain import Explanation
 from precpass.view.inspection import Inspection
@@ -20,7 +22,13 @@ __all__ = [
     "Comparison",
     "Explanation",
     "Inspection",
-    "Profile",
     "between",
-    "profile",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Profile":
+        raise AttributeError(f"module 'precpass.report' has no attribute {name!r}")
+    text = "precpass.report.Profile is Comparison now; the old name goes away in 0.2"
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    return Comparison

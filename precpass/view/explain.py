@@ -13,7 +13,6 @@ from precpass.analysis.liveness import unread
 from precpass.analysis.residuals import kept_bytes
 from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.measure.counts import LOW_FORMATS, count
-from precpass.measure.roofline import relative_time, work_of
 from precpass.plan import reasons
 from precpass.plan.eqn_info import Site
 from precpass.plan.plan import Action, Decision, Plan
@@ -218,7 +217,6 @@ def explained(
     """
     plan_rows, before = list(rows(plan)), graph.root.jaxpr
     new = Graph.build(after)
-    works = work_of(graph), work_of(new)
     wide = tuple(_wide(plan_rows))
     products = (r.decision for r in _lowered(plan_rows) if r.decision.kind is OpKind.COMPUTE)
     stored = [row.decision for row in plan_rows if row.decision.stores_low]
@@ -240,9 +238,6 @@ def explained(
             kept_bytes(before),
             kept_bytes(after),
             plan.kept_wide,
-            works[0].nbytes,
-            works[1].nbytes,
-            relative_time(*works, device),
         ),
         wide,
         tuple(_multiplied(plan_rows)),

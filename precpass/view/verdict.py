@@ -39,10 +39,6 @@ class Verdict:
         kept_before, kept_after: the bytes that the forward pass saves for the backward pass
             (`precpass.analysis.residuals`); 0 in a program without one.
         kept_wide: why values among them stay in float32, each with the bytes of these values.
-        moved_before, moved_after: the bytes that kernels read and write in one run, by a model of
-            fusion (`precpass.measure.kernels`).
-        time: the run time relative to that of the program as written, estimated from the device's
-            published peaks; None for a CPU, and for a device without published peaks.
     """
 
     before: Counts
@@ -57,9 +53,6 @@ class Verdict:
     kept_before: float
     kept_after: float
     kept_wide: tuple[tuple[str, float], ...] = ()
-    moved_before: float = 0.0
-    moved_after: float = 0.0
-    time: float | None = None
 
     def brief(self) -> str:
         """Return how much runs in low precision, in a sentence."""
@@ -76,24 +69,19 @@ class Verdict:
         return f"{products} {run} in {low}{narrowed}: {after.low_flops:.1%} of the FLOPs{wide}."
 
     def saving(self) -> str:
-        """Return what the policy saves, in a sentence: bytes, and time where that is known."""
-        moved = f"ernels move {sized(self.moved_after)} instead of {sized(self.moved_before)}"
-        if self.moved_before == self.moved_after:
-            moved = f"ernels move {sized(self.moved_after)}, as in the program as written"
-        if self.time is None:
-            return f"K{moved} (estimate). `compare` measures time."
-        return f"Takes {self.time:.2f} of the time, and k{moved} (estimate)."
+        """Return what the policy saves for the backward pass, in a sentence."""
+        if not (self.kept_before or self.kept_after):
+            return "`compare` measures time and memory."
+        before, after = sized(self.kept_before), sized(self.kept_after)
+        sizes = f"{after}, as in the program as written"
+        if before != after:
+            sizes = f"{after} instead of {before}"
+        return f"Saved for the backward pass: {sizes}."
 
     def why_kept(self) -> Iterator[str]:
-        """Yield what is saved for the backward pass, and why that is not half."""
-        if not (self.kept_before or self.kept_after):
-            return
-        sizes = f"{sized(self.kept_after)} instead of {sized(self.kept_before)}"
-        if sized(self.kept_after) == sized(self.kept_before):
-            sizes = f"{sized(self.kept_after)}, as in the program as written"
-        is_half = self.kept_after <= _HALF * self.kept_before or not self.kept_wide
-        yield f"Saved for the backward pass: {sizes}{'.' if is_half else ', which is not half.'}"
-        if not is_half:
+        """Yield why what is saved for the backward pass is not half."""
+        if self.kept_after > _HALF * self.kept_before and self.kept_wide:
+            yield "Saved for the backward pass in float32:"
             yield from (f"  {sized(nbytes)} {why}." for why, nbytes in self.kept_wide[:_REASONS])
 
     def lines(self) -> Iterator[Line]:

@@ -50,7 +50,6 @@ def model(tmp_path, monkeypatch):
         ("compare --policies c=bf16;c=bf16", "is given twice"),
         ("compare --rounds -1", "--rounds -1: a whole number"),
         ("compare --rounds 3 --target h100", "rounds"),
-        ("profile --devices b300", "--devices: unknown device 'b300'"),
         ("bisect --tolerance -1", "--tolerance -1.0: an error is a finite number"),
         ("bisect --tolerance 1 --budget 0", "--budget 0: "),
         ("check --expect dot_general=f7", "--expect dot_general: unknown precision 'f7'"),

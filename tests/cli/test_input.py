@@ -159,7 +159,6 @@ def test_files_that_cannot_be_written(name, output, why, model, capsys):
     "line, why",
     [
         ("compare --policy c=f16", "compare takes --policies 'c=f16', not --policy"),
-        ("profile --policy c=f16", "profile takes --policies 'c=f16', not --policy"),
         ("compare --example example --seed 3", "--example gives arrays: leave it out"),
         ("diff --json --level lines", "--json has an entry for each equation"),
         ("diff --json --level jaxpr", "--json has an entry for each equation"),
@@ -190,7 +189,7 @@ def test_options_that_would_say_nothing_are_refused_before_anything_is_imported(
 @pytest.mark.parametrize(
     "line, why",
     [
-        ("explain --seed 3", "explain has no --seed 3: --seed is of compare, profile, bisect"),
+        ("explain --seed 3", "explain has no --seed 3: --seed is of compare, bisect"),
         ("bisect --tolerance 1 --color never", "--color is of explain, diff, audit"),
         ("lock --pol c=f16", "lock has no --pol c=f16"),
         ("diff f32[8]", "diff has no f32[8]: arguments of the function are given by --args"),

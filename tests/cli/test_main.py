@@ -73,8 +73,7 @@ KEYS = {
     "explain": "name policy device verdict wide multiplied others unmatched notes advice"
     " compiled not_compiled",
     "diff": "policy changes compiled not_compiled",
-    "compare": "function rows reference rounds device",
-    "profile": "function rows rounds device peaks notes",
+    "compare": "function rows columns reference rounds device without_bfloat16",
     "audit": "policy backend device_kind jax ok products findings memory compiled",
     "bisect": "policy found minimal verdict tolerance notes kept runs",
     "draw": "written",
@@ -83,7 +82,6 @@ KEYS = {
 }
 MORE = {
     "compare": ["--policies", "c=bf16", "--rounds", "1"],
-    "profile": ["--policies", "c=bf16", "--rounds", "1"],
     "bisect": ["--tolerance", "1e-6"],
     "check": ["--expect", "dot_general=bf16"],
 }
@@ -193,15 +191,26 @@ def test_compare_draws_arrays_for_shapes(model, capsys):
     assert 0 < rows[0]["relative_error"] < rows[1]["relative_error"] < 0.1
 
 
-def test_profile_takes_shapes_and_names_of_devices(model, capsys):
-    given = ["a_model.py:loss", "--args", "f32[65536,65536], f32[65536,65536]", "--rounds", "0"]
-    given += ["--policies", "AlwaysF32; c=bf16"]
-    status, out, _ = ran(capsys, "profile", *given, "--devices", "h100, v5e", "--json")
+def test_compare_takes_shapes_where_no_column_needs_a_run(model, capsys):
+    given = ["a_model.py:loss", "--args", "f32[65536,65536], f32[65536,65536]"]
+    columns = ["--columns", "flops, arguments"]
+    policies = ["--policies", "AlwaysF32; c=bf16", "--json"]
+    status, out, _ = ran(capsys, "compare", *given, *policies, *columns)
     found = json.loads(out)
-    assert status == 0 and [of["aliases"][0] for of in found["peaks"]] == ["h100", "v5e"]
-    assert [row["gain_h100"] for row in found["rows"]] == [1.0, pytest.approx(2.0, rel=0.05)]
-    status, out, err = ran(capsys, "profile", *given, "--devices", "b300")
-    assert (status, out) == (2, "") and "unknown device 'b300': legal are 'a100-40gb'" in err
+    assert status == 0 and found["columns"] == ["flops", "arguments"]
+    assert [row["argument_bytes"] for row in found["rows"]] == [2 * 4 * 65536**2] * 2
+    status, out, err = ran(capsys, "compare", *given, "--columns", "speed")
+    assert (status, out) == (2, "") and "--columns: unknown column 'speed': legal are" in err
+
+
+def test_the_former_profile_is_compare_with_columns(model, capsys):
+    given = ["a_model.py:loss", "--args", SHAPES, "--rounds", "0"]
+    status, out, err = ran(capsys, "profile", *given)
+    assert status == 0 and "AutoMixedBf16" in out and "roofline ms" in out
+    assert "profile goes away in 0.2: write precpass compare --policies" in err
+    with pytest.raises(SystemExit):
+        main(["profile", *given, "--devices", "h100"])
+    assert "give --columns roofline,moved and --target h100" in capsys.readouterr().err
 
 
 def test_audit_is_zero_where_xla_does_as_planned_and_one_elsewhere(model, capsys):

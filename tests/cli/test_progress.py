@@ -156,11 +156,7 @@ def test_what_is_quick_is_not_said(model, capsys):
         ("explain", (), "tracing"),
         ("audit", (), "tracing and compiling"),
         ("compare", ("--policies", "c=bf16", "--rounds", "1"), "the reference, step 1 of 3"),
-        (
-            "profile",
-            ("--policies", "c=bf16", "--rounds", "1"),
-            "the float32 program, step 1 of 3",
-        ),
+        ("compare", ("--policies", "c=bf16", "--columns", "temp"), "the function, step 1 of 2"),
         ("check", ("--expect", "dot_general=bf16"), "tracing"),
     ],
 )

@@ -313,7 +313,6 @@ FORWARDING = {
     "inspect": pp.inspect,
     "explain": pp.explain,
     "compare": lambda f: pp.compare(f, POLICIES, rounds=1),
-    "profile": lambda f: pp.report.profile(f, POLICIES, rounds=1),
     "audit": pp.audit,
     "bisect": lambda f: pp.bisect(f, "AutoMixedBf16", lambda out: True),
     "monitor": pp.monitor,

@@ -306,8 +306,10 @@ print(wide.traffic.low_runs, low.traffic.low_runs == low.traffic.runs > 0)
 print(0 < low.traffic.moved, low.memory.temp >= 0, low.timing, low.traffic.cycles is not None)
 print(1e-4 < wide.errors.relative < {most} and 1e-4 < low.errors.relative < 1e-2)
 shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
-found = pp.report.profile(jax.grad(loss), rows, target={target!r}, devices=())(*shapes)
-print(found.rows[1].traffic.low_runs == low.traffic.runs, found.device.split(",")[0])
+costs = ["kernels", "moved", "cycles", "roofline", "temp"]
+found = pp.compare(jax.grad(loss), rows, columns=costs, target={target!r})(*shapes)
+print(found.rows[1].traffic == low.traffic, found.device.split(",")[0])
+print(0 < found.rows[1].roofline < 2 * found.rows[0].roofline < 1e-3)
 
 step = pp.auto_mixed(lambda w, x: w - jax.grad(loss)(w, x), donate_argnums=0, keep_unused=True)
 (row,) = pp.compare(step, rows[1:], target={target!r})(*args).rows
@@ -339,7 +341,7 @@ here = [
 ]
 for fn, given in here:
     refused = []
-    for report in (pp.audit, lambda *f, **t: pp.report.profile(*f, rows, **t)):
+    for report in (pp.audit, lambda *f, **t: pp.compare(*f, rows, columns=costs, **t)):
         try:
             report(fn, target={target!r})(*given)
         except ValueError as error:
@@ -352,7 +354,7 @@ for fn, given in here:
 ones = jnp.ones((64, 64))
 for fn in (lambda: jnp.ones((64, 64)) @ jnp.cos(jnp.ones((64, 64))), lambda: ones @ ones):
     audited, explained = (r(fn, target={target!r})() for r in (pp.audit, pp.explain))
-    low = pp.report.profile(fn, rows, target={target!r})().rows[1].traffic.low_runs
+    low = pp.compare(fn, rows, columns="kernels", target={target!r})().rows[1].traffic.low_runs
     print({{audited.device_kind, explained.compiled.device_kind}}, audited.traffic.low_runs, low)
 try:
     pp.audit(lambda: (jax.debug.print("here"), ones @ ones)[1], target={target!r})()
@@ -369,16 +371,17 @@ print(first.traffic == second.compiled.traffic == audited_gradient.traffic)
 
 
 @pytest.mark.parametrize("target", ["h100", "tpu v5e"])
-def test_compare_and_profile_show_what_a_targets_compiler_makes(target: str):
+def test_compare_shows_what_a_targets_compiler_makes(target: str):
     is_tpu = TARGETS[target].platform == "tpu"
     most = 1e-2 if is_tpu else 1e-3  # of a pass of bfloat16 and of TF32, which are their defaults
     printed = ran("-c", COMPARED.format(target=target, most=most))
-    lines, (symbolic, large, *rest) = printed.splitlines()[:9], printed.splitlines()[9:]
+    lines, (symbolic, large, *rest) = printed.splitlines()[:10], printed.splitlines()[10:]
     assert lines == [
         "0 True",
         f"True True None {is_tpu}",
         "True",
         f"True {TARGETS[target].device_kind}",
+        "True",
         f"True {256 * 512 * 4}",
         TARGETS[target].device_kind,
         *["True", "True", "True True"],
@@ -405,7 +408,8 @@ def loss(w, x):
     return jnp.square(x).mean()
 
 shapes = [jax.ShapeDtypeStruct((20_000, 20_000), jnp.float32)] * 2
-found = pp.report.profile(jax.grad(loss), ["AlwaysF32", "AutoMixedBf16"], target="tpu v5e")(*shapes)
+rows = ["AlwaysF32", "AutoMixedBf16"]
+found = pp.compare(jax.grad(loss), rows, columns=["temp", "kernels"], target="tpu v5e")(*shapes)
 wide, low = found.rows
 print(wide.memory, wide.traffic, low.memory.temp < 15.75 * 2**30, low.traffic.low_runs)
 print(low.refused == "" and "Ran out of memory" in wide.refused)
@@ -414,7 +418,7 @@ print(said, found.to_dict()["rows"][0]["refused"])
 """
 
 
-def test_a_profile_shows_what_fits_a_tpu_beside_what_does_not():
+def test_compare_shows_what_fits_a_tpu_beside_what_does_not():
     first, second, third = ran("-c", LARGE).splitlines()
     assert first == "None None True 23" and second == "True"
     assert third.startswith("True RESOURCE_EXHAUSTED")
@@ -442,8 +446,8 @@ for fn in (
     loop(lambda i, c: (i < 10) & (c[0, 0] < 2), lambda i: i + 2),
 ):
     found = pp.audit(fn, target={target!r})(x)
-    profiled = pp.report.profile(fn, ["AutoMixedBf16"], target={target!r})(x)
-    said = ["one trip of each loop" in str(report) for report in (found, profiled)]
+    compared = pp.compare(fn, ["AutoMixedBf16"], columns="moved", target={target!r})(x)
+    said = ["one trip of each loop" in str(report) for report in (found, compared)]
     print(found.traffic.runs, found.traffic.guesses, *set(said))
 """
 
@@ -470,7 +474,7 @@ print(sorted({(kernel.call, *kernel.operands) for kernel in found.traffic.produc
 device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
 there = jax.sharding.SingleDeviceSharding(device)
 shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in shapes]
-for report in pp.audit, pp.inspect, pp.report.profile:
+for report in pp.audit, pp.inspect, lambda f, **t: pp.compare(f, columns="moved", **t):
     try:
         report(experts, target="h100")(*shapes)
     except ValueError as error:

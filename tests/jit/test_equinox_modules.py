@@ -114,11 +114,10 @@ def test_scalar_arrays_of_a_model_are_traced():
         pp.explain,
         pp.monitor,
         lambda fn: pp.compare(fn, ["f32", "bf16"], rounds=0),
-        lambda fn: pp.report.profile(fn, ["bf16"], rounds=0),
         lambda fn: lambda *args: pp.numerics.calibrate(fn, "bf16", [args]),
         lambda fn: lambda *args: assert_precision(fn, args, {"dot_general": "bf16"}),
     ],
-    ids=["inspect", "explain", "monitor", "compare", "profile", "calibrate", "assert_precision"],
+    ids=["inspect", "explain", "monitor", "compare", "calibrate", "assert_precision"],
 )
 def test_what_looks_at_a_function_takes_such_a_model(look):
     look(step)(*ARGUMENTS)

@@ -5,7 +5,7 @@ import pytest
 
 import precpass as pp
 
-REPORTS = (pp.inspect, pp.explain, pp.audit, pp.compare, pp.bisect, pp.report.profile)
+REPORTS = (pp.inspect, pp.explain, pp.audit, pp.compare, pp.bisect)
 each_report = pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.__name__)
 
 X = jnp.ones((4, 4))

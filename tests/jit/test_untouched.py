@@ -148,7 +148,6 @@ LEAVES_THEM: dict[str, Use] = {
         *(pp.inspect(f, policy)(*args).plan for policy in POLICIES)
     ),
     "compare": lambda f, args, _: pp.compare(f, POLICIES, rounds=1)(*args),
-    "profile": lambda f, args, _: pp.report.profile(f, POLICIES, rounds=1)(*args),
     "audit": lambda f, args, _: pp.audit(f)(*args),
     "bisect": lambda f, args, _: pp.bisect(f, "AutoMixedBf16", lambda out: False)(*args),
     "monitor: init": lambda f, args, _: pp.monitor(f, every=2).init(*args),

@@ -21,7 +21,8 @@ def row(name: str, ratio: float | None = 1.0, low: int = 0, **others: Any) -> An
         refused=facts["refused"],
         counts=SimpleNamespace(low=low, low_flops=float(low > 0)),
         memory=SimpleNamespace(temp=facts["temp"]),
-        errors=SimpleNamespace(relative=facts["error"], nonfinite=facts["nonfinite"]),
+        error=facts["error"],
+        errors=SimpleNamespace(nonfinite=facts["nonfinite"]),
     )
 
 

@@ -41,7 +41,6 @@ REPORTS: dict[str, Callable[[Any], Any]] = {
     "comparison's rows": lambda policy: [
         row.name for row in pp.compare(loss, policy, rounds=0)(W, X).rows
     ],
-    "profile": lambda policy: pp.report.profile(loss, [policy], rounds=0)(W, X),
     "audit": lambda policy: pp.audit(loss, policy)(W, X),
     "bisection": lambda policy: pp.bisect(loss, policy, 0.5)(W, X),
     "function": lambda policy: repr(pp.auto_mixed(loss, policy)),
@@ -85,13 +84,12 @@ def example():
         *("explain", "diff", "audit", "explain --json", "audit --json"),
         "bisect --tolerance 0.5",
         "compare --rounds 0",
-        "profile --rounds 0",
     ],
 )
 def test_the_command_line_prints_it_so(command: str, tmp_path: Any, capsys: Any):
     (tmp_path / "named_model.py").write_text(MODEL)
     name, *options = command.split()
-    policy = "--policies" if name in ("compare", "profile") else "--policy"
+    policy = "--policies" if name == "compare" else "--policy"
     given = [f"{tmp_path / 'named_model.py'}:loss", "--example", "example", policy, "AutoMixed"]
     main([name, *given, *options])
     printed = capsys.readouterr().out

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import precpass as pp
+from precpass.report.compare.rows import COLUMNS
 from tests.support.layered import TOKENS, loss, nnx_model, promoting
 
 PROGRAMS: dict[str, Any] = {"forward": loss, "gradient": nnx.grad(loss)}
@@ -28,7 +29,7 @@ REPORTS: dict[str, Callable[[Any], Callable[..., Any]]] = {
         )
     ),
     "compare": lambda f: pp.compare(f, ROWS, rounds=1),
-    "profile": lambda f: pp.report.profile(f, ROWS, rounds=0),
+    "compare, all columns": lambda f: pp.compare(f, ROWS, columns=COLUMNS, rounds=0),
     "audit": lambda f: pp.audit(f, "AutoMixedF16"),
     "bisect": lambda f: pp.bisect(f, "AutoMixedBf16", 1e-9, budget=3),
     "monitor": lambda f: lambda *xs: pp.monitor(f)(*xs)[1].summary(),

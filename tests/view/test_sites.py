@@ -157,7 +157,7 @@ def test_the_first_five_lines_have_the_verdict_the_saving_and_a_remedy(monkeypat
     title, verdict, saving, *rest = named("explain", fn, args()).splitlines()[:5]
     assert "under AutoMixedBf16" in title
     assert "matrix products run in bfloat16" in verdict
-    assert "ernels move" in saving and "instead of" in saving
+    assert saving.startswith("  Saved for the backward pass: ") and "instead of" in saving
     assert rest[0].startswith("  1. change that rule of the policy")
 
 
@@ -181,5 +181,5 @@ def test_what_is_saved_for_the_backward_pass_says_why_it_is_not_half():
         return jnp.sin(jnp.exp(x @ w)).sum()
 
     text = str(pp.explain(jax.grad(loss))(jnp.ones((64, 64)), jnp.ones((64, 64))))
-    _, _, after = text.partition("Saved for the backward pass: ")
-    assert "which is not half.\n" in after and "XLA may compute it again" in after
+    _, _, after = text.partition("Saved for the backward pass in float32:\n")
+    assert "XLA may compute it again" in after

@@ -20,7 +20,7 @@ from precpass.jit.region import configured
 from precpass.jit.staged import AtArguments, in_two_steps, owner_of
 from precpass.measure import execute
 from precpass.measure.execute import Memory
-from precpass.measure.hlo import Module
+from precpass.measure.hlo import Module, lowered_text
 from precpass.measure.traffic import Traffic
 from precpass.plan.eqn_info import EqnInfo, Site
 from precpass.policy.policy import PolicyLike
@@ -274,7 +274,7 @@ def audit(
         if program.refused is not None:
             raise program.refused
         text = program.compiled.as_text()
-        planned = Module.parse(program.lowered.as_text(dialect="hlo", debug_info=True))
+        planned = Module.parse(lowered_text(program.lowered))
         findings = changes(planned, Module.parse(text))
         return Audit(
             findings=tuple(_findings(findings.found, inspection)),

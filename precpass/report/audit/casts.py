@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from precpass.measure.hlo import Computation, Instruction, Module, Placed, Shape, bits
+from precpass.measure.hlo import PRODUCTS, Computation, Instruction, Module, Placed, Shape, bits
 from precpass.report.audit.matching import (
     MOVES,
-    PRODUCTS,
     Change,
     Key,
     Sides,

@@ -14,11 +14,10 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import TypeVar
 
 from precpass import jaxpr as ir
-from precpass.measure.hlo import Computation, Instruction, Module, Placed, Shape, bits
+from precpass.measure.hlo import PRODUCTS, Computation, Instruction, Module, Placed, Shape, bits
 
 __all__ = [
     "MOVES",
-    "PRODUCTS",
     "Change",
     "Key",
     "Sides",
@@ -178,7 +177,6 @@ def _shared(name: str, other: str) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-PRODUCTS = frozenset({"dot", "convolution", "ragged-dot", "scaled-dot"})
 _ONEDNN = ("__onednn$matmul", "__onednn$convolution")
 """oneDNN's kernels, which jax 0.12 calls on some CPUs; the second result is working memory."""
 

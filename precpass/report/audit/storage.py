@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from precpass.measure.hlo import Computation, Instruction, Module, Placed, Shape, bits
+from precpass.measure.hlo import PRODUCTS, Computation, Instruction, Module, Placed, Shape, bits
 from precpass.report.audit.matching import (
-    PRODUCTS,
     Change,
     Sides,
     change,
@@ -50,32 +49,27 @@ _INPUT = "loop input"
 def _state(module: Module, placed: Placed) -> Iterator[tuple[Shape, str]]:
     """The type of each part of a loop's state, and whether the loop reads, carries or fills it."""
     shapes = placed.instruction.shapes
-    body = module.computations.get(dict(placed.instruction.called).get("body", ""))
-    root = body.root if body else None
-    known = root is not None and root.opcode == "tuple" and len(root.operands) == len(shapes)
+    body = module.computations[dict(placed.instruction.called)["body"]]
+    known = len(body.results) == len(shapes)
     for at, shape in enumerate(shapes):
         if shape.bits:
-            role = _role(module, body, root.operands[at], at) if known and body and root else ""
+            role = _role(module, body, body.results[at], at) if known else ""
             yield shape, role or "loop carry"
 
 
-def _role(module: Module, body: Computation, name: str, at: int) -> str:
-    result = body.by_name.get(name)
-    while result is not None and result.opcode in ("copy", "bitcast") and result.operands:
-        result = body.by_name.get(result.operands[0])
-    if result is None:
-        return ""
+def _role(module: Module, body: Computation, result: Instruction, at: int) -> str:
+    while result.opcode in ("copy", "bitcast"):
+        (result,) = body.operands(result)
     if result.opcode == "get-tuple-element" and result.index == at:
-        source = body.by_name.get(result.operands[0])
-        return _INPUT if source is not None and source.opcode == "parameter" else ""
+        (source,) = body.operands(result)
+        return _INPUT if source.opcode == "parameter" else ""
     return "stacked output" if _updates(module, result) else ""
 
 
 def _updates(module: Module, instruction: Instruction) -> bool:
     if instruction.opcode == "dynamic-update-slice":
         return True
-    roots = [computation.root for computation in module.called(instruction)]
-    return any(root is not None and _updates(module, root) for root in roots)
+    return any(_updates(module, inner.root) for inner in module.called(instruction))
 
 
 # ---------------------------------------------------------------- buffers

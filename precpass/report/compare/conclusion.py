@@ -66,8 +66,7 @@ def _said_of(first: Any, broken: Sequence[Any], wrong: Sequence[Any]) -> str:
 
 
 def _is_wrong(first: Any, row: Any) -> bool:
-    own, error = first.errors.relative or 0.0, row.errors.relative or 0.0
-    return own < _OWN and error >= _WRONG
+    return (first.error or 0.0) < _OWN and (row.error or 0.0) >= _WRONG
 
 
 def _untimed(first: Any, usable: Sequence[Any]) -> str:
@@ -98,7 +97,7 @@ def _error(first: Any, row: Any) -> str:
     result that the first program does not compute either, such as a sum that is zero, does not
     count.
     """
-    error = row.errors.relative
+    error = row.error
     if error is None:
         return ""
     text = f", with a relative error of {error:.0e}"

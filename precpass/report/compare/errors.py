@@ -126,14 +126,14 @@ def normwise(found: Leaf, reference: Leaf) -> float:
 class _Sums(NamedTuple):
     """The sums from which the errors of a leaf, or of several, are computed.
 
-    Squares are taken of numbers divided by `scale`, so that those of large and of small numbers
-    stay in float64's range. It is 1 where they are anyway, and 0 if all numbers are zero.
+    Squares are taken of numbers divided by `scale`, a power of two, so that those of large and of
+    small numbers stay in float64's range.
     """
 
     nonfinite: int = 0
     differing: int = 0
     max_ulp: float = 0.0
-    scale: float = 0.0
+    scale: float = 1.0
     # |d|^2, |r|^2, |x|^2 and the product of x and r; None if there is nothing to compare with.
     squares: Array | None = None
 
@@ -155,18 +155,11 @@ def _sums(got: Leaf, want: Leaf) -> _Sums:
         d = x - r
         in_ulps = float((np.abs(d) / ulp(r, parts)).max())
     max_ulp = min(in_ulps, 2 / float(ml_dtypes.finfo(parts).eps))
-    scale = float(max(x.max(), -x.min(), r.max(), -r.min()))
-    if scale and not _MODERATE[0] < scale < _MODERATE[1]:
-        x, r = x / scale, r / scale
-        d = x - r
-    elif scale:
-        scale = 1.0
+    scale = 2.0 ** (math.frexp(max(x.max(), -x.min(), r.max(), -r.min()))[1] - 1)
+    x, r = x / scale, r / scale
+    d = x - r
     squares = np.asarray([np.vdot(d, d), np.vdot(r, r), np.vdot(x, x), np.vdot(x, r)])
     return _Sums(0, 0, max_ulp, scale, squares)
-
-
-_MODERATE = 1e-100, 1e100
-"""Numbers whose squares, and the sums of these, are far from the ends of float64's range."""
 
 
 def _together(each: Sequence[_Sums]) -> Errors:
@@ -177,7 +170,7 @@ def _together(each: Sequence[_Sums]) -> Errors:
     if not floats:
         # there is nothing finite to compare with
         return Errors(None, None, None, None, 0, differing)
-    scale = max(leaf_scale for leaf_scale, _ in floats) or 1.0
+    scale = max(leaf_scale for leaf_scale, _ in floats)
     d2, r2, x2, dot = np.sum(
         [(leaf_scale / scale) ** 2 * squares for leaf_scale, squares in floats], 0
     ).tolist()

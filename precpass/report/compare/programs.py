@@ -26,7 +26,6 @@ from precpass.measure.execute import (
     interleaved,
     is_jitted,
 )
-from precpass.measure.traffic import Traffic
 from precpass.policy.float16 import unscaled_on_purpose
 from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
@@ -77,12 +76,11 @@ def rounds_of(rounds: Any, target: Any) -> int:
 # ---------------------------------------------------------------- what the rows are
 
 
-def entries(policies: Any, report: str) -> list[Made]:
+def entries(policies: Any) -> list[Made]:
     """The rows' names, made unique, each with its policy or function.
 
     Args:
         policies: the rows as the user gave them; None for a row of each preset.
-        report: the name of the function that was called, for errors.
     """
     if policies is None:
         policies = PRESETS
@@ -90,7 +88,7 @@ def entries(policies: Any, report: str) -> list[Made]:
         items = [*policies.items()]
         for name, _ in items:
             if not isinstance(name, str):
-                raise TypeError(f"{report}: a dict has the rows' names as its keys, not {name!r}")
+                raise TypeError(f"compare: a dict has the rows' names as its keys, not {name!r}")
     else:
         several = isinstance(policies, Iterable) and not isinstance(policies, str)
         items: list[Any] = [*policies] if several else [policies]
@@ -105,10 +103,10 @@ def entries(policies: Any, report: str) -> list[Made]:
         parsed = _parsed(entry)
         entries.append((name or _name(entry), parsed))
     if not entries:
-        raise ValueError(f"{report}: no rows; give at least one policy or function")
+        raise ValueError("compare: no rows; give at least one policy or function")
     twice = [name for name, n in Counter(texts).items() if n > 1]
     if twice:
-        raise ValueError(f"{report}: the name {twice[0]!r} is given twice")
+        raise ValueError(f"compare: the name {twice[0]!r} is given twice")
     return list(zip(_numbered([name for name, _ in entries]), (e for _, e in entries), strict=True))
 
 
@@ -155,7 +153,6 @@ class Subject:
         owner: the object that it is bound to, as arguments.
         declared: which of its arguments are static.
         args, kwargs: the arguments on a device, including `owner`.
-        is_abstract: whether shapes were given instead of arrays.
         target: the device or `Target` that it is planned and compiled for; None for that on which
             it runs.
     """
@@ -165,7 +162,6 @@ class Subject:
     declared: Declared
     args: Any
     kwargs: Any
-    is_abstract: bool
     target: Any = None
 
     @classmethod
@@ -175,41 +171,30 @@ class Subject:
         owner: tuple[Any, ...],
         args: Any,
         kwargs: Any,
-        report: str,
         *,
-        takes_shapes: bool = False,
-        hint: str = "",
-        target: Any = None,
+        takes_shapes: bool,
+        target: Any,
     ) -> Subject:
-        """A function at some arguments.
-
-        Args:
-            fn: what `auto_mixed` made of it.
-            owner: the arguments that it is bound to.
-            args: the positional arguments.
-            kwargs: the others.
-            report: the name of the function that was called, for errors.
-            takes_shapes: whether `jax.ShapeDtypeStruct`s are allowed.
-            hint: what to do instead if they are not.
-            target: the device or `Target` that it is planned and compiled for.
+        """A function at some arguments, which may be shapes if it `takes_shapes`.
 
         Raises:
             TypeError: for tracers, and for shapes where arrays are needed.
         """
         declared = Declared(fn.__wrapped__, fn.jit_options)
-        shapes: list[Any] = []
 
         def on_device(x: Any, name: str) -> Any:
-            check_sizes(report, x, name)
+            check_sizes("compare", x, name)
 
             def leaf(x: Any) -> Any:
-                if isinstance(x, jax.ShapeDtypeStruct) and takes_shapes:
-                    shapes.append(x)
+                is_shape = isinstance(x, jax.ShapeDtypeStruct)
+                if is_shape and takes_shapes:
                     return x
-                if isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer):
+                if is_shape or isinstance(x, jax.core.Tracer):
                     raise TypeError(
-                        f"{report} runs the function: {name} must hold arrays, not "
-                        f"{type(x).__name__}s (and it is called outside of jit){hint}"
+                        f"compare runs the function: {name} must hold arrays, not "
+                        f"{type(x).__name__}s (and it is called outside of jit); without columns "
+                        'of times and errors, as columns=("flops", "temp", "kernels"), it takes '
+                        "shapes"
                     )
                 return ir.as_operand(x)
 
@@ -217,7 +202,7 @@ class Subject:
 
         check_places(target, (args, kwargs))
         args, kwargs = declared.map(on_device, (*owner, *args), kwargs)
-        return cls(fn, owner, declared, args, kwargs, bool(shapes), target)
+        return cls(fn, owner, declared, args, kwargs, target)
 
     @property
     def name(self) -> str:
@@ -226,104 +211,64 @@ class Subject:
 
     def program(self, made: Made) -> Program:
         """The compiled program of a row."""
-        call = self.call(made[1])
-        # Memory and bytes are those of the program that the user's own call runs. Without options
-        # of jit that is the program on arrays, which is compiled once and not twice then.
-        given = call.given if self.target is not None or self._has_jit_options else None
-        shown = given or call
-        args, kwargs = shown.args, shown.kwargs
-        if self.target is not None:
-            args, kwargs = shown.declared.map(
-                lambda x, _: abstract_on(self.target, x), args, kwargs
-            )
-        with planned_for(self.target), unscaled_on_purpose():
-            return Program(made[0], call, compiled(shown.fn, *args, **kwargs), self.target)
-
-    @property
-    def _has_jit_options(self) -> bool:
-        """Whether jit was told more than what is static, such as what is donated."""
-        return any(option not in self.declared.options for option in self.fn.jit_options)
-
-    def call(self, entry: PrecisionPolicy | Callable[..., Any]) -> Call:
-        """The function and arguments that a row calls."""
+        name, entry = made
         policy = entry if isinstance(entry, PrecisionPolicy) else None
         fn: Any = entry if policy is None else auto_mixed(self.fn, policy=policy)
-        args, kwargs, declared = self.args, self.kwargs, self.declared
+        args, declared = self.args, self.declared
         if policy is None:
             args = args[len(self.owner) :]
             declared = Declared(fn, {} if self.owner else declared.options)
+        users_own = run = fn, declared, args, self.kwargs
         named: list[Leaf] = []
-        given: Call | None = None
-        if self.is_abstract:
-            # Calls of these are not timed.
-            fn = fn if is_jitted(fn) else jax.jit(fn, **declared.options)
         # what crosses into jit in steps takes Python longer than a small program runs: no row pays
-        elif (
-            self.target is not None
-            or not is_jitted(fn)
-            or _crosses_in_steps(declared, args, kwargs)
-        ):
-            given = Call(policy, fn, declared, args, kwargs, []) if is_jitted(fn) else None
-            fn_name = name_of(fn)
-            call, args, named = on_arrays(fn, declared, fn_name, args, kwargs)
-            fn, kwargs = jax.jit(call), {}
-            declared = Declared(fn, {})
-        return Call(policy, fn, declared, args, kwargs, named, given)
-
-
-class Call(NamedTuple):
-    """A jitted function and its own arguments.
-
-    Attributes:
-        policy: its policy; None for a function given instead of one.
-        fn: the function.
-        declared: which of its arguments are static.
-        args, kwargs: its arguments.
-        named: the leaves of its results, if it only returns their arrays.
-        given: the call as the user would make it, if this one takes and returns arrays alone. Only
-            that one donates what the user's does, so the compiled program is its.
-    """
-
-    policy: PrecisionPolicy | None
-    fn: Any
-    declared: Declared
-    args: Any
-    kwargs: Any
-    named: list[Leaf]
-    given: Call | None = None
+        in_steps = self.target is not None or _crosses_in_steps(declared, args, self.kwargs)
+        if in_steps or not is_jitted(fn):
+            call, operands, named = on_arrays(fn, declared, name_of(fn), args, self.kwargs)
+            on_arrays_alone = jax.jit(call)
+            run = on_arrays_alone, Declared(on_arrays_alone, {}), operands, {}
+        # Memory and bytes are those of the program that the user's own call runs, which may donate.
+        # Without options of jit that is the program on arrays, which is compiled once then.
+        has_options = any(option not in self.declared.options for option in self.fn.jit_options)
+        is_own = is_jitted(fn) and (self.target is not None or has_options)
+        compiled_fn, its_declared, args, kwargs = users_own if is_own else run
+        if self.target is not None:
+            args, kwargs = its_declared.map(lambda x, _: abstract_on(self.target, x), args, kwargs)
+        with planned_for(self.target), unscaled_on_purpose():
+            executable = compiled(compiled_fn, *args, **kwargs)
+        return Program(name, policy, *run, named, executable, self.target)
 
 
 _ALL_ROUNDINGS: dict[str, str | bool] = {"xla_allow_excess_precision": False}
 
 
 class Program(NamedTuple):
-    """One row to be."""
+    """A row's compiled program, and the call that runs it here.
+
+    Attributes:
+        name: the row's name.
+        policy: its policy; None for a function given instead of one.
+        fn: the jitted function.
+        declared: which of its arguments are static.
+        args, kwargs: its arguments.
+        named: the leaves of its results, if it only returns their arrays.
+        executable: what was compiled.
+        target: what it was planned and compiled for; None for the device on which it runs.
+    """
 
     name: str
-    call: Call
+    policy: PrecisionPolicy | None
+    fn: Any
+    declared: Declared
+    args: Any
+    kwargs: Any
+    named: list[Leaf]
     executable: Executable
-    target: Any = None
-
-    @property
-    def device_kind(self) -> str:
-        """JAX's name for the kind of device that it is compiled for."""
-        return self.executable.device.device_kind
-
-    @property
-    def traffic(self) -> Traffic | None:
-        """What it does by its compiled text; None on a CPU, where its time tells more."""
-        is_shown = self.executable.device.platform != "cpu" and self.executable.refused is None
-        return self.executable.traffic if is_shown else None
-
-    @property
-    def refused(self) -> str:
-        """Why the compiler of a device that is not there refuses it; "" if it does not."""
-        return str(self.executable.refused or "").partition("\n")[0]
+    target: Any
 
     def fresh(self) -> tuple[Any, Any]:
         """Arguments that one run may overwrite."""
-        call, donates = self.call, self.executable.donates
-        return call.declared.map(lambda x, _: copied(x, arrays=donates), call.args, call.kwargs)
+        donates = self.executable.donates
+        return self.declared.map(lambda x, _: copied(x, arrays=donates), self.args, self.kwargs)
 
     def results(self) -> list[Leaf]:
         """The arrays of a run's results, on the host.
@@ -334,18 +279,18 @@ class Program(NamedTuple):
         """
         args, kwargs = self.fresh()
         if self.target is None:
-            result = self.call.fn(*args, **kwargs)
+            result = self.fn(*args, **kwargs)
         else:
             with planned_for(self.target):
-                jaxpr, shapes = jax.make_jaxpr(self.call.fn, return_shape=True)(*args, **kwargs)
+                jaxpr, shapes = jax.make_jaxpr(self.fn, return_shape=True)(*args, **kwargs)
                 here = with_products_of(self.executable.device.platform, jaxpr)
                 program = jax.jit(lambda *xs: ir.evaluate(here, xs))
                 lowered = program.lower(*jax.tree.leaves((args, kwargs)))
             flat = lowered.compile(_ALL_ROUNDINGS)(*jax.tree.leaves((args, kwargs)))
             result = jax.tree.unflatten(jax.tree.structure(shapes), flat)
-        leaves = leaves_of(self.call.declared, result, args, kwargs)
+        leaves = leaves_of(self.declared, result, args, kwargs)
         values = [fetched(leaf.value) for leaf in leaves]
-        pairs = zip(self.call.named or leaves, values, strict=True)
+        pairs = zip(self.named or leaves, values, strict=True)
         return [leaf._replace(value=value) for leaf, value in pairs]
 
 
@@ -375,15 +320,12 @@ def timed(
     """
     by_name = {program.name: program for program in programs}
 
-    def run_of(program: Program) -> Callable[..., Any]:
-        return lambda args, kwargs: program.call.fn(*args, **kwargs)
-
     def tell(turn: int) -> None:
         text = "warm-up" if turn < 0 else f"round {turn + 1}"
         progress(text, total - rounds + max(turn, 0), total)
 
     found = interleaved(
-        {name: run_of(program) for name, program in by_name.items()},
+        {p.name: lambda args, kwargs, fn=p.fn: fn(*args, **kwargs) for p in programs},
         rounds,
         prepare=lambda name: by_name[name].fresh(),
         progress=tell,

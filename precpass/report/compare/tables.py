@@ -3,76 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from precpass.measure.execute import Memory, Timing
-from precpass.measure.traffic import Traffic
+from precpass.measure.execute import Timing
 from precpass.view.text import plain, width
 
-__all__ = [
-    "TIMES",
-    "aligned",
-    "cells_of",
-    "for_json",
-    "framed",
-    "memory_figures",
-    "milliseconds",
-    "of_each_device",
-    "printed",
-    "refusals",
-    "row_data",
-    "shares",
-    "short",
-    "traffic_columns",
-    "traffic_figures",
-    "traffic_notes",
-]
-
-R = TypeVar("R")
-
-TRAFFIC = (
-    "kernels low: the runs of matrix and convolution kernels whose factors have 16 bits or less, "
-    "of all. kernels' MB: what kernels read and write. cast kernels: those that only cast. "
-    "Mcycles: the TPU compiler's own estimate, without copies that run beside kernels. All are of "
-    "the compiled program, times loops' trips."
-)
-WITHOUT_CYCLES = (
-    "not estimated: the runs of Mosaic kernels (Pallas, ragged products) and of communication. "
-    "That compiler has no estimate of their cycles, so Mcycles is without them."
-)
-ONE_TRIP = (
-    "Figures of compiled programs have one trip of each loop whose number only run time knows."
-)
-TIMES = (
-    "ms: median of {} interleaved rounds (lower-upper quartile); ratio: to the first row, "
-    "median over rounds."
-)
-
-
-def cells_of(
-    columns: Sequence[tuple[str, Callable[[R], str]]], rows: Sequence[R], always: Collection[str]
-) -> list[tuple[str, ...]]:
-    """A table's cells, headings first.
-
-    Args:
-        columns: each with its heading, and what it shows of a row.
-        rows: the rows.
-        always: the headings of the columns that stay where no row has anything.
-    """
-    texts = [[heading, *map(cell, rows)] for heading, cell in columns]
-    kept = [column for column in texts if column[0] in always or any(column[1:])]
-    return list(zip(*([c[0], *(text or "-" for text in c[1:])] for c in kept), strict=True))
-
-
-def row_data(row: Any) -> dict[str, Any]:
-    """What every report's row has as data: its name, policy, figures and all times, in seconds."""
-    return {
-        "name": row.name,
-        "policy": None if row.policy is None else repr(row.policy),
-        **row.figures(),
-        "all_seconds": [] if row.timing is None else list(row.timing.seconds),
-    }
+__all__ = ["aligned", "for_json", "framed", "milliseconds", "printed", "shares", "short"]
 
 
 def aligned(table: Sequence[tuple[str, ...]]) -> list[str]:
@@ -126,84 +63,6 @@ def milliseconds(timing: Timing | None) -> str:
         return ""
     median, low, high = (short(1e3 * s) for s in (timing.median, *timing.quartiles))
     return f"{median} ({low}-{high})"
-
-
-def memory_figures(memory: Memory | None) -> dict[str, int | None]:
-    """What XLA allocates, in bytes, under its names in frames and dicts."""
-    return {
-        "argument_bytes": memory and memory.arguments,
-        "output_bytes": memory and memory.outputs,
-        "aliased_bytes": memory and memory.aliased,
-        "temp_bytes": memory and memory.temp,
-    }
-
-
-def traffic_notes(each: Iterable[Traffic | None]) -> list[str]:
-    """What the columns of compiled programs mean; nothing on a CPU, where there are none."""
-    shown = [traffic for traffic in each if traffic is not None]
-    if not shown:
-        return []
-    notes = [TRAFFIC]
-    notes += [WITHOUT_CYCLES] if any(traffic.without_cycles for traffic in shown) else []
-    return notes + ([ONE_TRIP] if any(traffic.guesses for traffic in shown) else [])
-
-
-def of_each_device(each: Iterable[Memory | None], others: str) -> list[str]:
-    """What the figures of a program that is divided over several devices mean.
-
-    Args:
-        each: the memory of each program.
-        others: the figures that are those of the whole program.
-    """
-    devices = max((memory.devices for memory in each if memory is not None), default=1)
-    if devices == 1:
-        return []
-    return [
-        f"each program is divided over {devices} devices: memory, kernels, their bytes and cycles "
-        f"are those of one device. {others} are those of the whole program."
-    ]
-
-
-def refusals(each: Iterable[tuple[str, str]]) -> list[str]:
-    """The rows that a compiler refused, by name, and why."""
-    return [f"{name} is not compiled: {why}" for name, why in each if why]
-
-
-def traffic_figures(traffic: Traffic | None) -> dict[str, float | None]:
-    """What a compiled program does, under its names in frames and dicts; none on a CPU."""
-    if traffic is None:
-        return {}
-    return {
-        "compiled_kernels": traffic.runs,
-        "compiled_kernels_low": traffic.low_runs,
-        "compiled_moved_bytes": traffic.moved,
-        "compiled_cast_kernels": traffic.casts,
-        "compiled_cast_bytes": traffic.cast_bytes,
-        "compiled_transpose_kernels": traffic.transposes,
-        "compiled_cycles": traffic.cycles,
-        "compiled_without_cycles": traffic.without_cycles,
-    }
-
-
-def traffic_columns(
-    traffic_of_row: Callable[[R], Traffic | None],
-) -> list[tuple[str, Callable[[R], str]]]:
-    """The columns that show what compiled programs do; they are empty on a CPU."""
-
-    def column(cell: Callable[[Traffic], str]) -> Callable[[R], str]:
-        def shown(row: R) -> str:
-            traffic = traffic_of_row(row)
-            return "" if traffic is None else cell(traffic)
-
-        return shown
-
-    return [
-        ("kernels low", column(lambda t: f"{t.low_runs}/{t.runs}")),
-        ("kernels' MB", column(lambda t: short(t.moved / 1e6))),
-        ("cast kernels", column(lambda t: str(t.casts))),
-        ("Mcycles", column(lambda t: "" if t.cycles is None else short(t.cycles / 1e6))),
-        ("not estimated", column(lambda t: str(t.without_cycles or ""))),
-    ]
 
 
 def shares(flops: Mapping[str, float]) -> str:
