@@ -356,16 +356,19 @@ class Device:
 
 
 def peaks_of_kind(platform: str, kind: str) -> Peaks | None:
-    """Return the peaks of a kind of device; None if it is not in the table.
+    """Return the peaks of a kind of accelerator; None if it is not in the table, and for a CPU.
 
     Args:
-        platform: "cpu", "gpu" or "tpu".
-        kind: JAX's `device_kind`; for a CPU the text of `precpass.devices.cpu_info`.
+        platform: "gpu" or "tpu".
+        kind: JAX's `device_kind`.
     """
-    for peaks in (*CPUS, *PEAKS):
-        if peaks.platform == platform and any(
-            fnmatch.fnmatch(kind.lower(), k) for k in peaks.kinds
-        ):
+    return _row(PEAKS, platform, kind)
+
+
+def _row(table: tuple[Peaks, ...], platform: str, kind: str) -> Peaks | None:
+    for peaks in table:
+        kinds = peaks.kinds if peaks.platform == platform else ()
+        if any(fnmatch.fnmatch(kind.lower(), glob) for glob in kinds):
             return peaks
     return None
 
@@ -379,7 +382,7 @@ def device_named(platform: str, kind: str) -> Device:
 
     Args:
         platform: JAX's name; "cuda" and "rocm" count as "gpu".
-        kind: as for `peaks_of_kind`.
+        kind: JAX's `device_kind`; for a CPU the text of `precpass.devices.cpu_info`.
 
     Examples:
         >>> device_named("gpu", "NVIDIA H200").peaks.name
@@ -388,6 +391,6 @@ def device_named(platform: str, kind: str) -> Device:
         Quux 9000 (not in the table: figures of NVIDIA A100, 80 GB)
     """
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
-    known = peaks_of_kind(platform, kind)
+    known = _row((*CPUS, *PEAKS), platform, kind)
     figures = known or _BY_NAME[_INSTEAD.get(platform, "NVIDIA A100, 80 GB")]
     return Device(platform, kind, figures, known is not None)

@@ -120,8 +120,7 @@ class Planner:
         self.scope = scope
         self._writes_on = writes_on
         self._platform = _COMPILERS.get(platform, platform)
-        is_cpu = self._platform == "cpu"  # whose kernels do not depend on its figures
-        self._peaks = None if is_cpu else peaks_of_kind(self._platform, device_kind)
+        self._peaks = peaks_of_kind(self._platform, device_kind)
         self.notes: list[str] = []
         self.lowered: dict[Any, ir.Contents] = {}
         self.shared: dict[Any, Plan] = {}

@@ -225,10 +225,9 @@ class _Run:
         device, memory = executable.device, executable.memory
         # On a CPU a program's time says more than its kernels, so these are shown if asked for.
         is_asked = self.columns != DEFAULT and not TRAFFIC.isdisjoint(self.columns)
-        is_cpu = device.platform == "cpu"
-        is_read = executable.refused is None and (not is_cpu or is_asked)
+        is_read = executable.refused is None and (device.platform != "cpu" or is_asked)
         traffic = executable.traffic if is_read else None
-        peaks = None if is_cpu else peaks_of_kind(device.platform, device.device_kind)
+        peaks = peaks_of_kind(device.platform, device.device_kind)
         seconds = None
         if traffic is not None and peaks is not None and (memory is None or memory.devices == 1):
             seconds = roofline(traffic, counts, peaks.bandwidth, peaks.flops)
