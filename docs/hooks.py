@@ -39,7 +39,7 @@ def tables() -> str:
     for by, kinds in templates().items():
         if kinds:
             lines += [f"## {by.value}", "", "| reason | to change it |", "|---|---|"]
-            lines += [f"| {cell(t.text)} | {cell(t.remedy)} |" for t in kinds]
+            lines += [f"| {cell(t.text)} | {cell(t.remedy or '')} |" for t in kinds]
             lines += [""]
     return "\n".join(lines)
 

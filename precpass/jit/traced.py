@@ -18,9 +18,9 @@ from precpass.jit.arguments import copied
 from precpass.jit.nnx import result_paths
 from precpass.jit.region import Region, current, tracing
 from precpass.jit.selfcheck import check_jax
-from precpass.plan import reasons
 from precpass.plan.borders import Border
 from precpass.plan.plan import Action, Plan
+from precpass.plan.reasons import DecidedBy
 from precpass.planner.planner import distinguish, make_plan
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.policy import PrecisionPolicy
@@ -295,8 +295,9 @@ def _warning_texts(
         why = "no form with 16 bits saves enough"
         yield f"{policy.title} lowered nothing in {name}, because {why}: {plan.costs}"
     elif policy.lowers and not plan.lowers:
-        why_not = {d.reason for d in plan.walk() if d.kind is OpKind.COMPUTE}
-        asked_so = {reasons.USERS_PRECISION, reasons.FIXED} & {why.template for why in why_not}
+        products = [d for d in plan.walk() if d.kind is OpKind.COMPUTE]
+        why_not = {d.reason for d in products}
+        asked_so = any(d.decided_by in (DecidedBy.USER, DecidedBy.OWN_POLICY) for d in products)
         none = "what is not entered holds its products" if plan.notes else "it has no products"
         more = f"; and {len(why_not) - 3} more reasons" if len(why_not) > 3 else ""
         why = "; ".join(sorted(map(str, why_not))[:3]) + more or none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ __all__ = [
     "border_of",
     "crossing_formats",
     "drop",
+    "enter",
     "formats_of",
     "keep",
     "lower",
@@ -41,7 +43,7 @@ def keep(kind: OpKind, results: Formats, reason: Reason) -> Decision:
         reason: why.
     """
     native = next(filter(None, results), None)
-    return Decision(Action.KEEP, kind, native, (None,) * len(results), reason)
+    return _decision(Action.KEEP, kind, native, (None,) * len(results), reason)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -53,13 +55,13 @@ def lower(kind: OpKind, target: Precision, results: Formats, reason: Reason) -> 
     """
     stored_as = None if kind is OpKind.COMPUTE else target
     stored = tuple(stored_as if native else None for native in results)
-    return Decision(Action.LOWER, kind, target, stored, reason)
+    return _decision(Action.LOWER, kind, target, stored, reason)
 
 
 @functools.lru_cache(maxsize=4096)
 def multiply(target: Precision, results: Formats, reason: Reason) -> Decision:
     """The decision to multiply the float32 operands of a product in another way."""
-    return Decision(Action.MULTIPLY, OpKind.COMPUTE, target, (None,) * len(results), reason)
+    return _decision(Action.MULTIPLY, OpKind.COMPUTE, target, (None,) * len(results), reason)
 
 
 def widen(
@@ -76,12 +78,34 @@ def widen(
     """
     stored = tuple(target if native else None for native in results)
     action = Action.DROP if is_cast else Action.WIDEN
-    return Decision(action, kind, target, stored, reason)
+    return _decision(action, kind, target, stored, reason)
 
 
 def drop(kind: OpKind, target: Precision, stored: Formats, reason: Reason) -> Decision:
     """The decision to replace an equation by its operand in a format."""
-    return Decision(Action.DROP, kind, target, stored, reason)
+    return _decision(Action.DROP, kind, target, stored, reason)
+
+
+def enter(
+    kind: OpKind,
+    stored: Formats,
+    inner: tuple[Plan, ...],
+    rules: Border | None = None,
+    *,
+    in_float64_span: bool = False,
+) -> Decision:
+    """The decision to rewrite the bodies of an equation, by their plans.
+
+    The arguments are as for `Decision`.
+    """
+    decision = _decision(Action.ENTER, kind, None, stored, reasons.ENTERED())
+    return dataclasses.replace(decision, inner=inner, rules=rules, in_float64_span=in_float64_span)
+
+
+def _decision(
+    action: Action, kind: OpKind, compute: Precision | None, stored: Formats, reason: Reason
+) -> Decision:
+    return Decision(action, kind, compute, stored, reason, reason.template.decided_by)
 
 
 def crossing_formats(policy: PrecisionPolicy, wide: bool) -> Border:
@@ -128,7 +152,7 @@ def _unchanged_equation(eqn: ir.Eqn, changed: _Changed, known: dict[int, Plan]) 
     inner = tuple(_unchanged(body.jaxpr, changed, known) for body in ir.bodies(eqn))
     if not inner:
         return keep(kind, results, reasons.OFF())
-    return Decision(Action.ENTER, kind, None, (None,) * len(results), reasons.ENTERED(), inner)
+    return enter(kind, (None,) * len(results), inner)
 
 
 def formats_of(atoms: Sequence[ir.Atom]) -> Formats:

@@ -71,6 +71,7 @@ class ProductForm(NamedTuple):
         low_cotangents: for each operand, whether the dot that computes its cotangent rounds it to
             16 bits.
         scaled: the format of 8 bits in which it multiplies (`precpass.rewrite.scaled_product`).
+        not_scaled: the format of 8 bits that the policy asks for, if it does not multiply so.
         scaled_cotangents: for each operand, whether the product for its cotangent is scaled.
         wide_outer: whether a cotangent that is an outer product, and so sums over one term, is
             computed in float32. A preset leaves such products in float32.
@@ -81,6 +82,7 @@ class ProductForm(NamedTuple):
     low_result: bool = False
     low_cotangents: tuple[bool, bool] = (False, False)
     scaled: Precision | None = None
+    not_scaled: Precision | None = None
     scaled_cotangents: tuple[bool, bool] = (True, True)
     wide_outer: bool = False
 
@@ -115,6 +117,7 @@ class Decision:
             bits is rounded where it is defined: every reader reads the rounded value, and
             derivatives skip the rounding.
         reason: why; `str(decision.reason)` is a sentence.
+        decided_by: what decided the precision in which it is computed.
         inner: the plans of its bodies.
         rules: the formats in which values enter and leave its custom rules, which are planned and
             rewritten when JAX traces them; None if the rules are not rewritten.
@@ -138,6 +141,7 @@ class Decision:
     compute: Precision | None
     stored: tuple[Precision | None, ...]
     reason: Reason
+    decided_by: DecidedBy
     inner: tuple[Plan, ...] = ()
     rules: Border | None = None
     in_float64_span: bool = False
@@ -159,11 +163,6 @@ class Decision:
 
     def __getstate__(self) -> dict[str, object]:
         return _own_state(self)
-
-    @property
-    def decided_by(self) -> DecidedBy:
-        """What decided the precision in which the equation is computed."""
-        return self.reason.decided_by
 
     @functools.cached_property
     def converts(self) -> bool:

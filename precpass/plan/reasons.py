@@ -1,7 +1,6 @@
 """Why a plan decides as it does about an equation, and how you change that.
 
-A reason is a value: a template, which says who decided, and the arguments for its places. No
-decision depends on the text of a reason, part of which may be the user's.
+A reason explains and decides nothing: code asks `Decision.decided_by`, never a reason.
 """
 
 from __future__ import annotations
@@ -17,10 +16,14 @@ __all__ = ["ALL", "DecidedBy", "Reason", "Template"]
 class DecidedBy(enum.Enum):
     """What decides about an equation; a member overrides those below it."""
 
+    OWN_POLICY = "own policy"
+    """A function inside that has a policy of its own."""
     TYPES = "types"
     """The primitive, or the dtypes of its operands and results, allow nothing else."""
     USER = "user"
-    """The user wrote it so: a cast, an explicit product, a function with its own policy."""
+    """The user wrote it so: a cast, or operands in another format than float32."""
+    ORDER = "order"
+    """The user's `precision=` of a product."""
     GUARD = "guard"
     """Its result would be wrong in low precision."""
     KEEP = "keep"
@@ -50,22 +53,18 @@ class Template:
     Attributes:
         decided_by: who decides for this reason.
         text: the sentence, with `{}` for each part that differs between equations.
-        remedy: how a user changes such a decision.
-        of_low: how a user changes one that lowers; "" if that is done in the same way.
+        remedy: how a user changes such a decision; None if nobody would want to.
+        of_low: how a user changes one that lowers; None if that is done in the same way.
     """
 
     decided_by: DecidedBy
     text: str
-    remedy: str
-    of_low: str = ""
+    remedy: str | None = None
+    of_low: str | None = None
 
     def __call__(self, *args: Any) -> Reason:
         """The reason for an equation."""
         return Reason(self, args)
-
-    def gave(self, reason: Reason) -> bool:
-        """Whether a reason was made from this template."""
-        return reason.template.text == self.text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,20 +73,25 @@ class Reason:
 
     Attributes:
         template: the kind of reason.
-        args: the texts that fill the template.
+        args: the texts that fill the template, which may be the user's.
+        more: what else is to be known, in words.
 
     Examples:
-        >>> reason = NOT_RETYPED("f64")
-        >>> str(reason), reason.decided_by
-        ("f64 is not in the policy's retypes", DecidedBy.PRESET)
+        >>> str(KEEP_REGION("f32").plus(STORED, "bf16", "12.6 MB saved"))
+        "keep('f32'); stored in bf16: 12.6 MB saved"
     """
 
     template: Template
     args: tuple[Any, ...] = ()
+    more: str = ""
+
+    def plus(self, template: Template, *args: Any) -> Reason:
+        """The reason with something more to be known."""
+        return dataclasses.replace(self, more=self.more + template.text.format("", *args))
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.template.text, self.args))
+        return hash((self.template.text, self.args, self.more))
 
     def __hash__(self) -> int:
         # Cached, because every query about an equation holds a reason.
@@ -95,38 +99,20 @@ class Reason:
 
     def __getstate__(self) -> dict[str, Any]:
         # The hash of a text differs between processes, so it is not pickled.
-        return {"template": self.template, "args": self.args}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
+    def of_compute(self) -> str:
+        """Why the equation is computed as it is, without what else is to be known."""
+        return self.template.text.format(*self.args)
 
     def __str__(self) -> str:
-        return self.template.text.format(*self.args)
+        return self.of_compute + self.more
 
     def __repr__(self) -> str:
         return repr(str(self))
 
-    @property
-    def of_compute(self) -> Reason:
-        """Why the equation is computed as it is, wherever its results are stored.
-
-        Examples:
-            >>> STORED(KEEP_REGION("f32"), "bf16", "12.6 MB saved").of_compute
-            "keep('f32')"
-        """
-        reason = self
-        while reason.template in _ADDED_TO_ANOTHER:
-            (reason, *_) = reason.args
-        return reason
-
-    def includes(self, template: Template) -> bool:
-        """Whether it, or a reason that it is made of, was made from a template."""
-        inside = (arg for arg in self.args if isinstance(arg, Reason))
-        return template.gave(self) or any(arg.includes(template) for arg in inside)
-
-    @property
-    def decided_by(self) -> DecidedBy:
-        """What decides the precision in which the equation is computed."""
-        return self.of_compute.template.decided_by
-
-    def remedy(self, *, is_low: bool = False) -> str:
+    def remedy(self, *, is_low: bool = False) -> str | None:
         """Return how to change a decision that has this reason.
 
         Args:
@@ -135,23 +121,13 @@ class Reason:
         return (is_low and self.template.of_low) or self.template.remedy
 
 
-_TYPES, _USER, _GUARD, _KEEP, _RULE, _SAVED_PLAN, _NEED, _COST, _PRESET = DecidedBy
-
-# ---------------------------------------------------------------- what is asked of storage
-
-# the first of all: the reason before it may be any other one
-STORED = Template(
-    _COST,
-    "{}; stored in {}: {}",
-    "compute it in float32 by keep('f32') or a Rule",
-    "compute it in float32 by keep('f32') or a Rule",
-)
+_OWN, _TYPES, _USER, _ORDER, _GUARD, _KEEP, _RULE, _SAVED_PLAN, _NEED, _COST, _PRESET = DecidedBy
 
 # ---------------------------------------------------------------- what the user asked for
 
 OFF = Template(_USER, "precpass is switched off", "leave use_policy(None), and unset PRECPASS")
 FIXED = Template(
-    _USER,
+    _OWN,
     "inside an auto_mixed function that has a policy of its own",
     "change the policy of that function",
 )
@@ -169,7 +145,7 @@ SAVED_PLAN = Template(
     "add a Rule, which comes before the file, or save the plan anew",
 )
 USERS_ORDER = Template(
-    _USER, "the user's order: {}", "leave the precision out, or set it by a Rule"
+    _ORDER, "the user's order: {}", "leave the precision out, or set it by a Rule"
 )
 USERS_CAST = Template(_USER, "a cast that the user wrote", "leave the cast out")
 USERS_PRECISION = Template(
@@ -200,12 +176,10 @@ VANISHES = Template(_GUARD, "{} {} vanishes in {} (smallest normal {})", REACHES
 INTEGERS = Template(
     _GUARD,
     "{} has integers up to {}; {} is exact only to {}",
-    "keep it so: positions and counts need the digits",
 )
 GRID = Template(
     _GUARD,
     "{} has numbers in steps of {} up to {}; {} tells them apart only to {}",
-    INTEGERS.remedy,
 )
 CANCELS = Template(
     _GUARD,
@@ -215,36 +189,29 @@ CANCELS = Template(
 RANDOM_BITS = Template(
     _GUARD,
     "follows random bits: a sampler's digits",
-    "nothing: samplers lose their digits in low precision",
 )
 PREDICATE = Template(
     _GUARD,
     "decides whether a loop continues, so it is computed in {}",
-    "nothing: a predicate in low precision loops wrongly often",
 )
 ACCUMULATES = Template(
     _GUARD,
     "accumulates in a loop's carry",
-    "nothing: a carry that adds up loses what it adds",
 )
 TERMS = Template(
     _GUARD,
     "each device holds one term of a sum, which is added up as it was written",
-    "nothing: a sum in a low format loses what it adds",
 )
 COTANGENTS = Template(
     _GUARD,
     "adds up the cotangents of a value that is read several times",
-    "nothing: a sum in a low format loses what it adds",
 )
 FULL_PRECISION_SET = Template(
     _GUARD,
     "in the set of primitives that stay in {}",
     "to lower it, add a Rule that names the primitive",
 )
-EXACT_DTYPES = Template(
-    _TYPES, "keeps its exact dtypes: {}", "nothing: it is made for the dtypes that it has"
-)
+EXACT_DTYPES = Template(_TYPES, "keeps its exact dtypes: {}")
 FLOAT64_REGION = Template(
     _TYPES,
     "a float64 region as it was planned before",
@@ -255,7 +222,7 @@ NEEDED = Template(_NEED, "needed exactly: {}", "to lower it, add a Rule or a kee
 
 # ---------------------------------------------------------------- what would gain nothing
 
-NO_FLOATS = Template(_TYPES, "no floating-point values", "nothing: it has no floating-point values")
+NO_FLOATS = Template(_TYPES, "no floating-point values")
 COMPLEX = Template(
     _TYPES,
     "complex numbers keep their precision",
@@ -264,7 +231,6 @@ COMPLEX = Template(
 CONSTANTS = Template(
     _COST,
     "built from constants, computed once",
-    "nothing: it is computed once",
 )
 ELEMENTWISE_PRODUCT = Template(
     _COST,
@@ -274,12 +240,10 @@ ELEMENTWISE_PRODUCT = Template(
 SELECTS = Template(
     _COST,
     "selects or compares: runs in its widest operand's precision",
-    "nothing: it rounds nothing",
 )
 READERS_ROUND = Template(
     _COST,
     "every equation that reads the result rounds it to {}",
-    "nothing: the equations that read it round it",
 )
 MAY_RUN = Template(
     _COST,
@@ -303,7 +267,7 @@ ALL = tuple(value for value in globals().values() if isinstance(value, Template)
 
 # ---------------------------------------------------------------- what is changed
 
-ENTERED = Template(_TYPES, "entered", "nothing: its body has decisions of its own")
+ENTERED = Template(_TYPES, "entered")
 MOVES_LOW = Template(
     _COST,
     "moves a value that is stored in 16 bits",
@@ -315,7 +279,6 @@ WIDE_AGAIN = Template(
 EXACT_CASTS = Template(
     _COST,
     "narrows what was just widened: exact without both casts",
-    "nothing: no value changes",
 )
 REMOVES_LOW = Template(
     _PRESET,
@@ -326,6 +289,22 @@ NO_LOW_KERNELS = Template(
     _KEEP,
     "has no 16-bit kernel, and its region is in f64",
     "leave the keep('f64') region, or narrow it",
+)
+EXCHANGED = Template(
+    _COST,
+    "the order of its result is that of the product's exchanged operands",
+)
+UNDONE = Template(
+    _COST,
+    "undoes what another transpose of the same product does",
+)
+
+# ---------------------------------------------------------------- what else is to be known
+
+STORED = Template(
+    _COST,
+    "{}; stored in {}: {}",
+    "compute it in float32 by keep('f32') or a Rule",
 )
 UNCHECKED = Template(
     _COST,
@@ -340,7 +319,6 @@ LOW_BACKWARD = Template(
 RUNS_AS = Template(
     _COST,
     "{}; {} is not on a {}, and {} runs instead",
-    "nothing: what runs has as many digits or more",
 )
 NOT_SCALED = Template(
     _COST,
@@ -348,16 +326,3 @@ NOT_SCALED = Template(
     "to run it in 8 bits, add a Rule that names it",
     "compute it in float32 by keep('f32') or a Rule",
 )
-EXCHANGED = Template(
-    _COST,
-    "the order of its result is that of the product's exchanged operands",
-    "nothing: no value changes",
-)
-UNDONE = Template(
-    _COST,
-    "undoes what another transpose of the same product does",
-    "nothing: no value changes",
-)
-
-_ADDED_TO_ANOTHER = (STORED, UNCHECKED, RUNS_AS, NOT_SCALED, LOW_BACKWARD)
-"""The templates whose first argument is the reason of the equation's precision."""

@@ -129,10 +129,14 @@ def _widened_to_float64(query: Query, policy: PrecisionPolicy, why: Reason) -> D
             return _keep(query, reasons.NOT_RETYPED(Precision.F32))
     elif formats == {Precision.F64}:
         return _keep(query, why)
-    elif Precision.F64 in formats and why.decided_by is DecidedBy.SAVED_PLAN:
+    elif Precision.F64 in formats and _is_of_saved_plan(query.place.request):
         # The float64 in a saved plan may be that of a product of mixed types' result.
         return _keep(query, why)
     return _widen(query, Precision.F64, why)
+
+
+def _is_of_saved_plan(request: Request | None) -> bool:
+    return request is not None and request.decided_by is DecidedBy.SAVED_PLAN
 
 
 def _cast(query: Query) -> Decision:
@@ -158,20 +162,20 @@ def _lowered(query: Query, policy: PrecisionPolicy, request: Request) -> Decisio
         return _keep(query, reasons.MAY_RUN(target, query.widest) if narrows else request.reason)
     if against := first_reason(query, target):
         return _keep(query, against)
-    is_of_preset = request.reason.decided_by is DecidedBy.PRESET
+    is_of_preset = request.decided_by is DecidedBy.PRESET
     if is_of_preset and (why := _not_by_preset(query, policy, target)):
         return _keep(query, why)
     if not (is_order or _moves_low(query, target)):
         return _keep(query, reasons.MAY_RUN(target, query.widest))
     reason = request.reason if is_order else reasons.MOVES_LOW()
     if query.traits.is_unchecked:
-        reason = reasons.UNCHECKED(reason)
+        reason = reason.plus(reasons.UNCHECKED)
     decision = lower(query.row.kind, target, query.results, reason)
     if query.row.kind is not OpKind.COMPUTE:
         return decision
     # A saved plan names no product of a derivative that JAX takes of the rewritten program.
-    is_of_plan = request.reason.decided_by is DecidedBy.SAVED_PLAN
-    wide_outer = (is_of_preset or is_of_plan) and OpKind.ELEMENTWISE not in policy.orders
+    is_wanted = OpKind.ELEMENTWISE in policy.orders
+    wide_outer = not is_wanted and (is_of_preset or _is_of_saved_plan(request))
     form = ProductForm(scaled=request.scaled, wide_outer=wide_outer)
     return dataclasses.replace(decision, product=form)
 

@@ -23,7 +23,7 @@ from precpass.analysis.propagate import ValueRanges
 from precpass.devices.peaks import peaks_of_kind
 from precpass.plan import reasons
 from precpass.plan.borders import Border, across
-from precpass.plan.decisions import border_of, crossing_formats
+from precpass.plan.decisions import border_of, crossing_formats, enter
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.plan.reasons import DecidedBy
 from precpass.planner.decide import decide
@@ -195,7 +195,7 @@ class Planner:
                 query = queries.of(row, eqn, stored, accumulates=is_added)
                 decision = self._decide(query)
                 if decision.kind is OpKind.COMPUTE:
-                    self._note_float64(row, query, decision)
+                    self._note_float64(row, query)
                     decision = self._product(eqn, facts.body, decision)
                 elif decision.kind is OpKind.BOUNDARY:
                     self._note_products_inside(row, query)
@@ -245,8 +245,8 @@ class Planner:
         rules = border if plans_rules else None
         natives = [ir.parts_of(v.aval) for v in eqn.outvars]
         stored = tuple(None if (p := across(border, n)) is n else p for n in natives)
-        kind, why = op(eqn.primitive.name).kind, reasons.ENTERED()
-        return Decision(Action.ENTER, kind, None, stored, why, tuple(inner), rules, wide)
+        kind = op(eqn.primitive.name).kind
+        return enter(kind, stored, tuple(inner), rules, in_float64_span=wide)
 
     def _plans_rules(self, eqn: ir.Eqn, scope: str) -> bool:
         """Whether an equation's custom rules are planned; that happens when JAX traces them."""
@@ -283,12 +283,12 @@ class Planner:
             elif self.policy.weight_gradients and not any(self._are_given(body, eqn)):
                 against = "it is the gradient of a weight"
         if against:
-            why = reasons.NOT_SCALED(decision.reason, scaled, against)
-            form = decision.product._replace(scaled=None)
+            why = decision.reason.plus(reasons.NOT_SCALED, scaled, against)
+            form = decision.product._replace(scaled=None, not_scaled=scaled)
             return dataclasses.replace(decision, product=form, reason=why)
         if self._is_emulated(scaled):
             device = self._peaks or self._platform.upper()
-            why = reasons.RUNS_AS(decision.reason, scaled, str(device), "an emulation of it")
+            why = decision.reason.plus(reasons.RUNS_AS, scaled, device, "an emulation of it")
             decision = dataclasses.replace(decision, reason=why)
         scaled_cotangents = self._scaled_cotangents(body, eqn, scaled)
         form = decision.product._replace(scaled_cotangents=scaled_cotangents)
@@ -322,16 +322,17 @@ class Planner:
         if not instead:
             return decision
         device = self._platform.upper()
-        reason = reasons.RUNS_AS(decision.reason, decision.compute, device, instead)
+        reason = decision.reason.plus(reasons.RUNS_AS, decision.compute, device, instead)
         return dataclasses.replace(decision, reason=reason)
 
-    def _note_float64(self, row: int, query: Query, decision: Decision) -> None:
+    def _note_float64(self, row: int, query: Query) -> None:
         """Warns of a float64 product that the user orders low, and the policy leaves alone."""
         request = query.place.request
-        if request is None or not reasons.NOT_RETYPED.gave(decision.reason):
+        formats = query.formats
+        if request is None or len(formats) != 1 or formats & self.policy.retypes:
             return
-        is_asked = request.reason.decided_by in (DecidedBy.KEEP, DecidedBy.RULE)
-        if is_asked and request.precision.is_low:
+        is_asked = request.decided_by in (DecidedBy.KEEP, DecidedBy.RULE)
+        if is_asked and request.precision.is_low and not any(p.is_low for p in formats):
             where = f"{ir.name_of(self.graph.eqns[row])} at {self.graph.source(row)}"
             self.notes.append(
                 f"{where} stays in {query.widest}: {request.reason} asks for {request.precision}, "

@@ -24,7 +24,7 @@ class Request(NamedTuple):
 
     Attributes:
         precision: the precision in which it is to be evaluated.
-        reason: where the request comes from.
+        reason: where the request comes from, in words.
         is_order: whether it is an order; otherwise it is a permission, which is used if it pays.
         scaled: the format of 8 bits in which a product that is lowered is to multiply.
     """
@@ -33,6 +33,11 @@ class Request(NamedTuple):
     reason: reasons.Reason
     is_order: bool
     scaled: Precision | None = None
+
+    @property
+    def decided_by(self) -> reasons.DecidedBy:
+        """Where the request comes from, for code."""
+        return self.reason.template.decided_by
 
     @classmethod
     def of(cls, precision: Precision, reason: reasons.Reason, is_order: bool) -> Request:

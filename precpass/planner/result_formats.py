@@ -27,6 +27,7 @@ from precpass.analysis.graph import BORDER
 from precpass.plan import reasons
 from precpass.plan.decisions import lower
 from precpass.plan.plan import Action, Decision, Plan
+from precpass.plan.reasons import DecidedBy
 from precpass.planner.planned_bodies import planned_bodies
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
@@ -203,7 +204,7 @@ def _moved_low(eqn: ir.Eqn, decision: Decision, rounded: Collection[ir.Var]) -> 
     Otherwise XLA fuses the cast to float32 into the kernel that makes the value, and stores it and
     all that is moved of it at twice the bytes.
     """
-    free = decision.action is Action.KEEP and reasons.MAY_RUN.gave(decision.reason)
+    free = decision.action is Action.KEEP and decision.decided_by is DecidedBy.COST
     if not free or decision.converts:
         return decision
     if moved_operand(eqn) not in rounded and gathered_operand(eqn) not in rounded:

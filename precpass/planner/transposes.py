@@ -18,6 +18,7 @@ from precpass.analysis.equations import contracts
 from precpass.analysis.graph import BORDER, BodyNode
 from precpass.plan import reasons
 from precpass.plan.plan import Action, Decision
+from precpass.plan.reasons import DecidedBy
 from precpass.policy.primitives import OpKind
 
 __all__ = ["eliminate_transposes"]
@@ -67,7 +68,7 @@ def _commutes(eqn: ir.Eqn) -> bool:
 def _is_free(decision: Decision) -> bool:
     """Whether an equation may change: the pass, a keep region or the user may have fixed it."""
     if decision.action is Action.KEEP:
-        asked_so = decision.reason.template in (reasons.FIXED, reasons.KEEP_REGION)
+        asked_so = decision.decided_by in (DecidedBy.OWN_POLICY, DecidedBy.KEEP)
         return not (asked_so or decision.in_float64_span)
     changes = decision.action in (Action.LOWER, Action.MULTIPLY, Action.DROP)
     return changes and not decision.in_float64_span

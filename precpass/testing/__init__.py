@@ -165,10 +165,10 @@ class Mismatch:
     times: int = 1
 
     @property
-    def remedy(self) -> str:
-        """How to change their precision."""
+    def remedy(self) -> str | None:
+        """How to change their precision; None if nobody would want to."""
         is_low = any(str(p) == self.compute for p in Precision if p.is_low)
-        return self.reason.of_compute.remedy(is_low=is_low)
+        return self.reason.remedy(is_low=is_low)
 
     def __str__(self) -> str:
         what = " ".join((self.primitive, *self.operands))
@@ -207,7 +207,7 @@ class Problems:
         for source, there in by_line.items():
             yield "".join(text for text, _ in heading(source))
             yield from (f"  {found}" for found in _folded(there))
-            for what in dict.fromkeys(found.remedy for found in there):
+            for what in dict.fromkeys(filter(None, (found.remedy for found in there))):
                 yield f"    to change it: {what}"
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,10 +13,9 @@ from precpass.analysis.liveness import unread
 from precpass.analysis.residuals import kept_bytes
 from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.measure.counts import LOW_FORMATS, count
-from precpass.plan import reasons
 from precpass.plan.eqn_info import Site
 from precpass.plan.plan import Action, Decision, Plan
-from precpass.plan.reasons import Reason
+from precpass.plan.reasons import DecidedBy, Reason
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.units import are, counted, listed
@@ -96,7 +95,7 @@ class Explanation:
 
     def _remedies(self, *, all: bool) -> list[tuple[str, list[Site]]]:
         """What to change, and where: first rules that match nothing, then what weighs most."""
-        counts = Counter[tuple[str, str]]()
+        counts = Counter[tuple[str | None, str]]()
         for wide in self.wide:
             counts[wide.remedy, wide.reason] += wide.times
         weights, places = dict[str, float](), dict[str, dict[Site, None]]()
@@ -109,7 +108,7 @@ class Explanation:
             n = counts[w.remedy, w.reason]
             products = f"{counted(n, 'matrix product')} {are(n)} not in low precision"
             text = f"{w.remedy}: {products} ({w.reason})"
-            if not w.remedy.startswith("nothing"):
+            if w.remedy is not None:
                 add(text, w.flops, w.site)
         for item, n in self.advice:
             # A scalar, as in an optimizer's step, costs nothing in any format.
@@ -137,7 +136,8 @@ class Explanation:
             times = f" ({wide.times} times)" if wide.times > 1 else ""
             scope = f" in {wide.scope}" if wide.scope and not wide.site.module else ""
             yield [(f"    {wide.what}{scope}{times}: ", ""), (wide.reason, "wide")]
-            yield [(f"      to change it: {wide.remedy}", "reason")]
+            if wide.remedy is not None:
+                yield [(f"      to change it: {wide.remedy}", "reason")]
         if self.others:
             yield [(_OTHERS, "frame")]
         for kind, reason, n, where in self.others:
@@ -291,7 +291,7 @@ def _wide(found: list[Row]) -> Iterator[Wide]:
         same.setdefault(key, []).append(row)
     for (site, shared, what, reason), items in same.items():
         scope = items[0].scope if len({row.scope for row in items}) == 1 else shared
-        remedy = _of_parameters(items[0]) or reason.of_compute.remedy()
+        remedy = _of_parameters(items[0]) or reason.remedy()
         flops = sum(row.calls * row.info.flops for row in items)
         source = items[0].info.source
         yield Wide(source, scope, what, str(reason), remedy, len(items), flops, site)
@@ -302,7 +302,7 @@ def _of_parameters(row: Row) -> str:
     formats = {operand.dtype for operand in row.info.operands[:2]}
     low = formats & LOW_FORMATS
     is_mixed = len(low) == 1 and formats - low == {str(Precision.F32)}
-    if not (is_mixed and row.decision.reason.includes(reasons.USERS_PRECISION)):
+    if not (is_mixed and row.decision.decided_by is DecidedBy.USER):
         return ""
     (low,) = low
     return (
@@ -320,7 +320,7 @@ def _multiplied(found: list[Row]) -> Iterator[tuple[str, str, int]]:
 
 def _is_for_products_alone(decision: Decision) -> bool:
     """Whether a precision of products alone was asked for."""
-    is_scaled = decision.product.scaled or decision.reason.includes(reasons.NOT_SCALED)
+    is_scaled = decision.product.scaled or decision.product.not_scaled
     is_lowered = decision.action is Action.LOWER and bool(is_scaled)
     return decision.action is Action.MULTIPLY or is_lowered
 

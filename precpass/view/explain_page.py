@@ -53,7 +53,7 @@ def _wide(wide: Sequence[Wide], total: float) -> str:
                 Cell([(str(w.times), "")], float(w.times)),
                 Cell([(f"{w.flops / total:.1%}", "")], w.flops, w.flops / total),
                 Cell([(w.reason, "wide")], w.reason),
-                Cell([(w.remedy, "")], w.remedy),
+                Cell([(w.remedy or "", "")], w.remedy or ""),
             ],
             frozenset([w.reason]),
         )

@@ -48,7 +48,7 @@ class _OfLine:
             self.flops += row.calls * info.flops
             if not is_low:
                 self.wide_flops += row.calls * info.flops
-                self.reasons[str(decision.reason.of_compute)] += 1
+                self.reasons[decision.reason.of_compute] += 1
 
 
 def _is_low(row: Row) -> bool:

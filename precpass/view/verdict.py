@@ -114,7 +114,7 @@ class Wide:
         scope: the name scopes around them; "layer_*" for several that differ only in their numbers.
         what: primitive, operands and results.
         reason: why they stay in float32.
-        remedy: how to change it.
+        remedy: how to change it; None if nobody would want to.
         times: the number of equations.
         flops: the floating-point operations of all of them in one run.
         site: where you find them: their module, and the line that calls it.
@@ -124,7 +124,7 @@ class Wide:
     scope: str
     what: str
     reason: str
-    remedy: str
+    remedy: str | None
     times: int
     flops: float
     site: Site

@@ -246,7 +246,7 @@ class _Assignment:
         """The decision for an equation whose derivative saves or makes low values, if it does."""
         if row not in self._backward or decision.action is not Action.KEEP:
             return decision
-        why = reasons.LOW_BACKWARD(decision.reason, self.low)
+        why = decision.reason.plus(reasons.LOW_BACKWARD, self.low)
         return dataclasses.replace(decision, reason=why, backward=self._backward[row])
 
     def _with_rounding(self, row: int, decision: Decision) -> Decision:
@@ -256,7 +256,7 @@ class _Assignment:
         if not rounded:
             return decision
         stored = tuple(None if values is None else self.low for values in defines)
-        why = reasons.STORED(decision.reason, self.low, self._what_is_saved(rounded[0]))
+        why = decision.reason.plus(reasons.STORED, self.low, self._what_is_saved(rounded[0]))
         # The pieces of a loop's state are rounded, and the loop's border keeps the rounding.
         is_written = any(row in values.written for values in rounded)
         is_written = is_written and row not in self.classes.put_together
