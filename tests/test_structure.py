@@ -26,7 +26,7 @@ MAX_FOLDER_LINES = {
     "measure": 1_500,
     "numerics": 5_150,
     "plan": 1_400,
-    "planner": 3_550,
+    "planner": 3_450,
     "policy": 2_100,
     "report": 3_950,
     "rewrite": 2_350,

@@ -21,7 +21,7 @@ from precpass.analysis.sizes import NOMINAL_SIZE, element_count, flops, nbytes
 from precpass.policy.primitives import OpKind, op
 from precpass.policy.scopes import as_written, is_backward, join_scopes
 
-__all__ = ["BORDER", "BodyNode", "Graph", "trips_of"]
+__all__ = ["BORDER", "BodyNode", "Graph"]
 
 BORDER = -1
 """Stands among the readers of a value for the border of its body, which the value leaves."""
@@ -63,8 +63,10 @@ class BodyNode:
         return ir.Source()
 
 
-def trips_of(node: BodyNode) -> float:
-    """How often the equation that calls a body first runs it."""
+def _trips_of(node: BodyNode) -> float:
+    """How often the equation that calls a body first runs it; 1 at the root."""
+    if node.caller is None:
+        return 1.0
     opened = ir.open_jaxpr(node.jaxpr)
     trip_counts = (b.trips for b in ir.bodies(node.caller) if ir.open_jaxpr(b.jaxpr) is opened)
     trips = next(trip_counts, 1)
@@ -117,6 +119,14 @@ class Graph:
             for body, child in children:
                 rows[child].append((row, body))
         return tuple(map(tuple, rows))
+
+    @functools.cached_property
+    def trips(self) -> list[float]:
+        """For each body, how often the loops around its first caller run it; calls do not count."""
+        found: dict[int, float] = {id(None): 1.0}
+        for node in self.bodies:  # a body comes behind the one around it
+            found[id(node)] = found[id(node.around)] * _trips_of(node)
+        return [found[id(node)] for node in self.bodies]
 
     def row_of_maker(self, body: int, atom: ir.Atom) -> int | None:
         """The row of the equation that makes a value; None of an operand of its body."""

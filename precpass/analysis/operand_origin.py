@@ -1,7 +1,7 @@
-"""Where a product's operand comes from, which decides what its cast to a low format costs.
+"""Whether a product's operand comes from outside of its loop.
 
-A cast inside the fusion that makes the operand is free. A cast of a loop's constant runs once,
-before the loop. Data movement is looked through, because casts commute with it.
+Its cast then runs once, before the loop. Data movement is looked through, because casts commute
+with it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["is_made_in", "is_recast"]
-
-
-def is_made_in(graph: Graph, body: int, atom: ir.Atom) -> bool:
-    """Whether elementwise work in the same body makes an operand."""
-    while (maker := graph.maker(body, atom)) is not None:
-        kind = op(maker.primitive.name).kind
-        if kind is not OpKind.DATA_MOVEMENT:
-            return kind is OpKind.ELEMENTWISE
-        atom = maker.invars[0]
-    return False
+__all__ = ["is_recast"]
 
 
 def is_recast(graph: Graph, body: int, atom: ir.Atom) -> bool:

@@ -70,9 +70,7 @@ def test_integers_and_equality_are_float32s(name, policy):
     assert low_products(inspection.after) == [] and named(inspection.after, "dot_general")
     assert identical(run(fn, policy, *args), jax.jit(fn)(*args))
     assert {
-        d.decided_by
-        for _, d, _ in inspection.decisions()
-        if d.kind is pp.types.OpKind.COMPUTE
+        d.decided_by for _, d, _ in inspection.decisions() if d.kind is pp.types.OpKind.COMPUTE
     } == {DecidedBy.NEED}
 
 

@@ -1,9 +1,9 @@
 """The assignment of storage: which values are stored low, and where low copies cross borders.
 
 A class is a set of values that must be stored alike (`value_classes`). There are two questions for
-each class. Is it rounded where it is defined, and stored in 16 bits? And does a low copy of it
-cross borders beside it, so that it is cast once instead of in every trip and call? `vetoes` says
-which answers are allowed and `costs` which are the cheapest. This module writes them into the plan.
+each class. Is it rounded where it is defined, and stored in 16 bits? It is, unless a veto is
+against it (`vetoes`). If not, does a low copy of it cross borders beside it? It does where loops
+would cast it more often than once. This module writes the answers into the plan.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from precpass.analysis.accumulation import LoopFeedback
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.graph import BodyNode
 from precpass.analysis.numbers import number_from_outside
+from precpass.analysis.sizes import nbytes
 from precpass.plan import reasons
 from precpass.plan.borders import BorderCopies, BorderCopy
 from precpass.plan.plan import Action, BackwardForm, Decision, Plan
@@ -25,7 +26,6 @@ from precpass.planner.planned_bodies import decisions_of
 from precpass.planner.requests import PolicyRequests
 from precpass.planner.result_formats import PLATFORMS
 from precpass.planner.storage.backward import backward_forms
-from precpass.planner.storage.costs import StorageCosts
 from precpass.planner.storage.eligibility import Eligibility
 from precpass.planner.storage.readers import Readers
 from precpass.planner.storage.value_classes import StorageClass, StorageClasses
@@ -67,7 +67,7 @@ _SAVED = "kept", "stacked"
 
 
 class _Assignment:
-    """The cheapest storage of a planned program's values."""
+    """The storage of a planned program's values."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class _Assignment:
         for values in self.classes.by_root.values():
             kept = max((p.nbytes for p in values.places if p.kind in _SAVED), default=0.0)
             if kept and id(values) not in self._rounded | self._crossing:
-                why = self._why_not_stored.get(id(values), "would take more time to cast")
+                why = self._why_not_stored[id(values)]
                 found[why] = found.get(why, 0.0) + kept
         kept_wide = tuple(sorted(found.items(), key=lambda item: -item[1]))
         return dataclasses.replace(plan, kept_wide=kept_wide) if found else plan
@@ -199,7 +199,7 @@ class _Assignment:
     def _ids(self, body: int, atoms: Sequence[ir.Atom]) -> set[int]:
         return {id(of) for v in atoms if (of := self.classes.of(body, v)) is not None}
 
-    # ------------------------------------------------------------ what it costs
+    # ------------------------------------------------------------ what is stored low
 
     @functools.cached_property
     def _eligibility(self) -> Eligibility:
@@ -207,20 +207,31 @@ class _Assignment:
         return Eligibility(*of, reads_stacks=self._platform == "gpu")
 
     def _choose(self) -> None:
-        """Finds the cheapest storage of each class, and why others may not be rounded."""
+        """Finds the classes that are rounded, those that cross low, and why others may not be."""
         adding, only_replaces = self._accumulated(), self.classes.only_replaces
-        costs = StorageCosts(self.graph, self.classes)
         for values in self.classes.by_root.values():
             why = why_not_stored(self._eligibility, values)
             if why is None and id(values) in adding and not only_replaces(values):
                 why = "is added to in every trip of a loop"
-            if why is not None:
-                self._why_not_stored[id(values)] = why
-            rounded, crossing = costs.cheapest(values, may_round=why is None)
-            if rounded:
+            if why is None:
                 self._rounded.add(id(values))
-            if crossing:
+            else:
+                self._why_not_stored[id(values)] = why
+            if values.crossed and (why is None or self._is_cast_again(values)):
                 self._crossing.add(id(values))
+
+    def _is_cast_again(self, values: StorageClass) -> bool:
+        """Whether loops would cast more of a class for products than is made of it.
+
+        A 16-bit copy that crosses the borders saves these casts. Elsewhere such a copy would only
+        stay in memory from its first reader to its last.
+        """
+        trips = self.graph.trips
+        made = values.given_bytes + sum(
+            nbytes(self.graph.eqns[row].outvars[k].aval) * trips[int(self.graph.body[row])]
+            for row, k in values.defined
+        )
+        return any(size * trips[body] > made for body, size in values.low_read_bytes.items())
 
     # ------------------------------------------------------------ the plan
 
