@@ -38,21 +38,23 @@ from precpass.policy.warned import PrecisionWarning
 from precpass.version import __version__
 
 if TYPE_CHECKING:
-    from precpass import loss_scale as loss_scale
-    from precpass import numerics as numerics
-    from precpass import quant as quant
-    from precpass import report as report
-    from precpass import testing as testing
-    from precpass import types as types
+    from precpass import (
+        loss_scale as loss_scale,
+        numerics as numerics,
+        quant as quant,
+        report as report,
+        testing as testing,
+        types as types,
+    )
     from precpass.api import (
         auto_mixed,
         cast_floating,
         explain,
         in_compute_dtype,
+        inspect as inspect,
         keep,
         use_policy,
     )
-    from precpass.api import inspect as inspect
     from precpass.numerics.fallback import with_fallback
     from precpass.numerics.monitor.monitor import monitor
     from precpass.plan.plan import Plan

@@ -14,8 +14,7 @@ import jax
 
 from precpass import jaxpr as ir
 from precpass.jaxpr.weak import Recent, WeakIdMap
-from precpass.jit import nnx
-from precpass.jit import region as regions
+from precpass.jit import nnx, region as regions
 from precpass.jit.arguments import (
     Declared,
     Static,

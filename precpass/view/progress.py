@@ -11,8 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, Progress as Bar, TextColumn
 
 __all__ = ["Progress", "telling"]
 

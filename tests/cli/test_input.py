@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from precpass.cli import main
-from precpass.cli import target as targets
+from precpass.cli import main, target as targets
 from precpass.cli.target import DTYPES, drawn, parse_args
 from tests.support.command_line import SHAPES, ran, written
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import io_callback
-from jax.experimental import pallas as pl
+from jax.experimental import io_callback, pallas as pl
 
 import precpass as pp
 from tests.support.jaxprs import LOW, dtypes_in, dtypes_out, low_products, named, walk

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import precpass as pp
 from tests.support.jaxprs import product_dtypes, touches_low, walk

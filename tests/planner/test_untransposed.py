@@ -11,8 +11,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import precpass as pp
 from precpass.analysis.residuals import kept_bytes

@@ -16,8 +16,8 @@ from precpass import (
     Custom,
     PrecisionWarning,
     Rule,
+    jaxpr as ir,
 )
-from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.analysis.residuals import kept_bytes
 from precpass.policy.scopes import clean_scope, is_backward

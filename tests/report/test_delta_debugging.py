@@ -5,8 +5,7 @@ import math
 from collections.abc import Callable, Iterable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from precpass.policy.precision import Precision
 from precpass.report.bisect.delta_debugging import OutOfBudget, shrink, smallest

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax import export, lax
 from jax.experimental import jet
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import precpass as pp
 from tests.support.jaxprs import named

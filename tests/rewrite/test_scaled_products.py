@@ -6,8 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import export, lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import precpass as pp
 from precpass.rewrite.scales import power_of_two_scale

@@ -8,8 +8,7 @@ from jax import lax
 
 import precpass as pp
 from tests.support.jaxprs import dtypes_in, low_products, named
-from tests.support.passes import LOWERING, decided, run
-from tests.support.passes import look as looked
+from tests.support.passes import LOWERING, decided, look as looked, run
 from tests.support.values import identical, normal, rel_error, stable_id
 
 lowering = pytest.mark.parametrize("policy", LOWERING, ids=lambda p: p.name)
