@@ -9,6 +9,7 @@ import warnings
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
@@ -138,6 +139,25 @@ def test_a_policy_that_lowered_nothing_warns(name, policy):
     """Programs in which no policy may lower anything."""
     found = messages(SELECTS[name], policy, jnp.ones(4))
     assert len(found) == 1 and policy.title in found[0] and "lowered nothing" in found[0]
+
+
+def test_an_order_for_a_float64_product_that_the_policy_may_not_change_warns():
+    def kept(x, w):
+        with pp.keep("bf16"):
+            return x @ w
+
+    ruled = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="bf16"))
+    with jax.enable_x64(True):
+        x, w = jnp.ones((4, 8), np.float64), jnp.ones((8, 8), np.float64)
+        for fn, policy in ((kept, pp.AutoMixedBf16), (jnp.matmul, ruled)):
+            said = "stays in float64: .* asks for bf16.*Allow it by policy.with_retypes"
+            assert any(re.search(said, text) for text in messages(fn, policy, x, w))
+        # a preset asks for nothing, and what it may change is changed
+        assert not any("asks for" in text for text in messages(jnp.matmul, "AutoMixedBf16", x, w))
+        allowed = ruled.with_retypes("f64", "f32")
+        assert not any("asks for" in text for text in messages(jnp.matmul, allowed, x, w))
+        low = jnp.ones((4, 8), np.float16), jnp.ones((8, 8), np.float16)
+        assert not any("asks for" in text for text in messages(jnp.matmul, ruled, *low))
 
 
 def test_it_warns_when_it_is_called_and_says_why():

@@ -795,3 +795,19 @@ for name, (fn, operands) in SCALED.items():
         (CPU, {"products": "bf16"}),  # which has the range of float32
         says="vanishes in f16" if operands == "f32" else "",
     )
+
+# ---------------------------------------------------------------- what else reads a stored value
+
+
+def shown_to_the_host(x: Any, w: Any) -> Any:
+    y = jnp.tanh(x @ w)
+    return jnp.tanh(y @ w).sum() + jax.pure_callback(np.asarray, jax.typeof(y), y).sum()
+
+
+row(
+    "an activation that the host reads",
+    shown_to_the_host,
+    (X, W),
+    # only the second one, which the host does not read
+    (H100, {"pure_callback": "f32", "stored": ["tanh"]}),
+)

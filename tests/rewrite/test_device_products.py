@@ -26,7 +26,7 @@ def on(platform, fn, *args):
     return result
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=5)
 @pytest.mark.parametrize(
     ("platform", "precision", "error"),
     [

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import precpass as pp
+from tests.support.jaxprs import named
 from tests.support.passes import COMPOSITIONS, assert_all_low, low_and_near
 from tests.support.values import assert_near, normal, on_device
 
@@ -292,3 +293,13 @@ def test_the_weight_gradient_of_a_scanned_layer_runs(compose: Any):
         return lax.scan(layer, x, ws)[0].sum()
 
     low_and_near(compose(loss), jax.grad(loss), ws, x, least=3)
+
+
+def test_the_cotangents_of_a_low_value_that_several_equations_read_add_up_in_float32():
+    def fn(x: Any) -> Any:
+        y = jnp.arctan(x)
+        return (jnp.sin(y) * jnp.cos(y)).sum()
+
+    traced = jax.make_jaxpr(jax.grad(pp.auto_mixed(fn, policy="AlwaysBf16")))(normal(8, 8))
+    assert [eqn.outvars[0].aval.dtype for eqn in named(traced, "sin")] == [jnp.bfloat16] * 2
+    assert {eqn.outvars[0].aval.dtype for eqn in named(traced, "add_any")} == {np.dtype("float32")}
