@@ -117,7 +117,8 @@ def hands_on_layout(eqn: ir.Eqn) -> bool:
 def grows(eqn: ir.Eqn) -> bool:
     """Whether an equation only repeats its operand's elements, so that a cast belongs before it.
 
-    A cast before an `all_gather`, or a reshard that gathers, halves the bytes between devices.
+    A cast before an `all_gather`, or a reshard that gathers, halves the bytes between devices. A
+    `sharding_constraint` gathers too, or sends nothing: only the partitioner knows.
     """
     if not op(eqn.primitive.name).repeats:
         return False
@@ -127,6 +128,8 @@ def grows(eqn: ir.Eqn) -> bool:
     is_gather = eqn.primitive.name == "gather"
     if len(eqn.invars) != 1 + is_gather or ir.is_unreduced(before.aval):
         return False
+    if eqn.primitive.name == "sharding_constraint":
+        return True
     here, there = (nbytes(v.aval) / ir.shards(v.aval) for v in (before, after))
     # XLA fuses a cast that follows a gather with it. A cast before it is a kernel of its own, which
     # pays if there are much fewer elements to cast.

@@ -306,7 +306,9 @@ _COLUMNS: dict[str, str] = {
         " rsqrt cbrt square integer_pow mul div"
     ),
     # They may repeat their operand, so a cast belongs before them, where there are fewer elements.
-    "repeats": "broadcast_in_dim all_gather all_gather_invariant tile reshard gather",
+    "repeats": (
+        "broadcast_in_dim all_gather all_gather_invariant tile reshard sharding_constraint gather"
+    ),
     # They take a part that is chosen at run time: a loop takes another slice of a stack each trip.
     "takes_a_part": "dynamic_slice",
     # They run in float64 in a float64 region, and never in 16 bits.

@@ -379,6 +379,9 @@ class Env:
             return
         moved = eqn.invars if eqn.primitive.name == "concatenate" else eqn.invars[:1]
         low = [self.low_copy(v, precision) for v in moved]
+        if eqn.primitive.name == "sharding_constraint":
+            # Otherwise XLA's partitioner gathers the value before the cast.
+            low = [self.build.detach(v, keeps_rounding=True, pinned=True) for v in low]
         others = [self.read(v) for v in eqn.invars[len(low) :]]
         results = low if ir.keeps_bits(eqn) else self.build.bind(eqn, [*low, *others])
         for var, value in zip(eqn.outvars, results, strict=True):

@@ -89,6 +89,38 @@ def test_a_sharded_program_is_compiled_for_a_topology(target: str, count: int, w
     assert "the compiler has no topology" in lines[3]
 
 
+GATHERED = """
+import re
+import jax, jax.numpy as jnp, numpy as np, precpass as pp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from precpass.devices.detect import planned_for
+from precpass.devices.targets import target_of
+
+target = target_of({target!r})
+mesh = Mesh(np.asarray(target.devices).reshape(4), ("data",))
+
+def loss(ws, x):
+    for w in ws:
+        w = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))
+        x = jnp.tanh(x @ w)
+    return jnp.square(x).mean()
+
+sharding = NamedSharding(mesh, P("data", None))
+w, x = (jax.ShapeDtypeStruct((n, 1024), jnp.float32, sharding=sharding) for n in (1024, 512))
+for fn in (pp.auto_mixed(jax.grad(loss)), jax.grad(pp.auto_mixed(loss))):
+    with planned_for(target):
+        text = jax.jit(fn).lower([w] * 3, x).compile().as_text()
+    lines = [line for line in text.splitlines() if " all-gather" in line and "-done" not in line]
+    print(bool(lines), sorted(set(re.findall(r"(\\w+)\\[1024,1024", " ".join(lines)))))
+"""
+
+
+@pytest.mark.parametrize("target", ["h100:4", "tpu v5e:2x2"])
+def test_a_weight_that_a_constraint_gathers_is_sent_in_16_bits(target: str):
+    lines = ran("-c", GATHERED.format(target=target)).splitlines()
+    assert lines == ["True ['bf16']"] * 2
+
+
 @pytest.mark.parametrize(
     ("target", "widens"),
     [("h100", True), ("a100", True), ("tpu v5e", False)],

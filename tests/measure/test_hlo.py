@@ -362,6 +362,39 @@ def test_a_collective_of_the_partitioner_has_the_types_of_its_operation():
     assert found(low, partitioned("bf16")) == []
 
 
+@pytest.mark.parametrize("is_read_wide", [False, True])
+@pytest.mark.parametrize("ends", ["", "-start"])
+def test_a_gather_of_what_is_only_cast_behind_it_is_found(ends: str, is_read_wide: bool):
+    planned = program(
+        "f32[8,8]",
+        "c.1 = bf16[8,8] convert(w.1) @convert_element_type:3",
+        "ROOT d.1 = f32[8,8] dot(x.1, c.1) @dot_general:3",
+    )
+    gathered = "(f32[2,8], f32[8,8]) all-gather-start" if ends else "f32[8,8] all-gather"
+    compiled = program(
+        "f32[8,8]",
+        f"g.1 = {gathered}(w.1), dimensions={{0}} @convert_element_type:3",
+        *(["g.2 = f32[8,8] all-gather-done(g.1) @convert_element_type:3"] if ends else []),
+        f"t.1 = f32[8,8] transpose(g.{2 if ends else 1})",
+        "c.1 = bf16[8,8] convert(t.1) @convert_element_type:3",
+        *(["m.1 = f32[8,8] multiply(t.1, x.1) @mul:4"] if is_read_wide else []),
+        "d.1 = f32[8,8] dot(x.1, c.1) @dot_general:3",
+        f"ROOT r.1 = f32[8,8] add(d.1, {'m.1' if is_read_wide else 'x.1'}) @add:5",
+    )
+    wanted = [] if is_read_wide else [("collective widened", "bf16", "f32", 3)]
+    assert found(planned, compiled) == wanted
+
+
+def test_a_sum_over_devices_may_be_wider_than_what_reads_it():
+    planned = program("f32[8,8]", "ROOT c.1 = bf16[8,8] convert(x.1) @convert_element_type:3")
+    compiled = program(
+        "f32[8,8]",
+        "g.1 = f32[8,8] all-reduce(x.1), to_apply=%add @convert_element_type:3",
+        "ROOT c.1 = bf16[8,8] convert(g.1) @convert_element_type:3",
+    )
+    assert found(planned, compiled) == []
+
+
 def test_a_widened_result_in_memory_is_found():
     planned = program(
         "bf16[8,8]{1,0}",

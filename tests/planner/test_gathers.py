@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import precpass as pp
 from precpass.devices.detect import planned_for
 from tests.support.devices import AbsentDevice
-from tests.support.jaxprs import low_products
-from tests.support.values import normal_array, rel_error
+from tests.support.jaxprs import low_products, named, walk
+from tests.support.values import assert_near, normal_array, rel_error
 
 NODES, EDGES, WIDTH = 8, 64, 16
 SENDERS = jnp.asarray(np.random.default_rng(0).integers(0, NODES, EDGES))
@@ -107,3 +108,26 @@ def test_a_buffer_may_grow_by_any_number_of_concatenations():
         return buffer @ w
 
     assert len(low_products(pp.inspect(grown, "AutoMixedBf16")(W, X).after)) == 1
+
+
+def test_a_weight_that_a_constraint_gathers_is_cast_before_it_is_sent():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    here, everywhere = NamedSharding(mesh, P("d", None)), NamedSharding(mesh, P())
+    x = jax.device_put(normal_array(0, 8, 32), here)
+    w = jax.device_put(normal_array(1, 32, 16) / 4, here)
+
+    def loss(w, x):
+        return jnp.tanh(x @ lax.with_sharding_constraint(w, everywhere)).sum()
+
+    for form in (pp.auto_mixed(jax.grad(loss)), jax.grad(pp.auto_mixed(loss))):
+        traced = jax.make_jaxpr(form)(w, x)
+        low = {
+            eqn.outvars[0]
+            for eqn in named(traced, "sharding_constraint")
+            if eqn.invars[0].aval.dtype == jnp.bfloat16
+        }
+        reads = [v for eqn in walk(traced) for v in eqn.invars if not hasattr(v, "val")]
+        assert low and low <= set(reads)
+        found = form(w, x)
+        assert found.sharding == jax.jit(jax.grad(loss))(w, x).sharding
+        assert_near(found, jax.grad(loss)(w, x), 0.03)

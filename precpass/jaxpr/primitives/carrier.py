@@ -204,8 +204,9 @@ def detach(
         zeros: whether its transpose is an array of zeros. `x` needs one if it is made by a
             `ragged_dot_general`, whose transpose in JAX takes no symbolic zero.
         keeps_rounding: whether XLA's compilers for GPUs and TPUs are kept from leaving out the cast
-            that made `x`. On a CPU nothing is added. If `pinned` is true too, a TPU's compiler
-            writes `x` to memory, and every kernel reads it there and computes it no second time.
+            that made `x`. On a CPU nothing is added. If `pinned` is true too, `x` is written to
+            memory, every kernel reads it there and computes it no second time, and the partitioner
+            sends it as it is.
     """
     return detach_p.bind(x, pinned=pinned, flat=flat, zeros=zeros, keeps_rounding=keeps_rounding)
 
@@ -254,19 +255,14 @@ mlir.register_lowering(detach_p, _lower_detach)
 _lower_kept = mlir.lower_fun(_rounding_kept, multiple_results=False)
 
 
-def _lower_detach_unpinned(ctx: Any, x: Any, *, keeps_rounding: bool, **_params: Any) -> Any:
-    # Only XLA:CPU must be kept from moving operations, whatever the trace was made for.
-    return _lower_kept(ctx, x) if keeps_rounding else [x]
+def _lower_detach_kept(ctx: Any, x: Any, *, pinned: bool, keeps_rounding: bool, **_: Any) -> Any:
+    if not keeps_rounding:  # only XLA:CPU must be kept from moving operations
+        return [x]
+    return (_lower_barrier if pinned else _lower_kept)(ctx, x)
 
 
-def _lower_detach_tpu(ctx: Any, x: Any, *, pinned: bool, keeps_rounding: bool, **_: Any) -> Any:
-    if pinned and keeps_rounding:
-        return _lower_barrier(ctx, x)
-    return _lower_detach_unpinned(ctx, x, keeps_rounding=keeps_rounding)
-
-
-mlir.register_lowering(detach_p, _lower_detach_unpinned, platform="gpu")
-mlir.register_lowering(detach_p, _lower_detach_tpu, platform="tpu")
+for _platform in ("gpu", "tpu"):
+    mlir.register_lowering(detach_p, _lower_detach_kept, platform=_platform)
 
 
 def pin(x: Any) -> Any:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from precpass.measure.hlo import PRODUCTS, Computation, Instruction, Module, Placed, Shape, bits
 from precpass.report.audit.matching import (
-    MOVES,
+    UNKNOWN,
     Change,
     Key,
     Sides,
     change,
-    entries,
+    formats_read,
     past_moves,
     readers,
 )
@@ -176,27 +176,4 @@ def _unrounded(sides: Sides) -> Iterator[Change]:
 
 def _is_rounded(module: Module, computation: Computation, value: Instruction, dtype: str) -> bool:
     """Whether anything casts a value to `dtype`; a reader that cannot be followed counts as one."""
-    waiting, seen = [(computation, value)], set[tuple[str, str]]()
-    while waiting:
-        computation, value = waiting.pop()
-        if (computation.name, value.name) in seen:
-            continue
-        seen.add((computation.name, value.name))
-        is_entry = computation.name == module.entry
-        if value.is_root and not is_entry:
-            outside = module.callers.get(computation.name, ())
-            if any(i.opcode != "fusion" for _, i in outside):
-                return True
-            waiting += outside
-        for reader in computation.readers[value.name]:
-            if reader.opcode == "convert" and reader.shapes[0].dtype == dtype:
-                return True
-            if reader.opcode in MOVES:
-                waiting.append((computation, reader))
-            elif reader.opcode == "fusion":
-                waiting += entries(module, reader, value.name)
-            elif reader.called or reader.opcode in ("tuple", "custom-call"):
-                is_result = is_entry and reader.is_root
-                if not is_result:
-                    return True
-    return False
+    return not {dtype, UNKNOWN}.isdisjoint(formats_read(module, computation, value))

@@ -18,12 +18,14 @@ from precpass.measure.hlo import PRODUCTS, Computation, Instruction, Module, Pla
 
 __all__ = [
     "MOVES",
+    "UNKNOWN",
     "Change",
     "Key",
     "Sides",
     "change",
     "entries",
     "factors",
+    "formats_read",
     "is_product",
     "past_moves",
     "readers",
@@ -223,6 +225,39 @@ def entries(
         for instruction in computation.instructions:
             if instruction.opcode == "parameter" and fusion.operands[instruction.index] == name:
                 yield computation, instruction
+
+
+UNKNOWN = "?"
+"""Stands among the formats in which a value is read for a reader that cannot be followed."""
+
+
+def formats_read(module: Module, computation: Computation, value: Instruction) -> set[str]:
+    """The formats to which readers cast a value, moved or not; "" stands for any other reader."""
+    found = set[str]()
+    waiting, seen = [(computation, value)], set[tuple[str, str]]()
+    while waiting:
+        computation, value = waiting.pop()
+        if (computation.name, value.name) in seen:
+            continue
+        seen.add((computation.name, value.name))
+        is_entry = computation.name == module.entry
+        if value.is_root:
+            outside = () if is_entry else module.callers.get(computation.name, ())
+            found |= {""} if is_entry else set()
+            found |= {UNKNOWN} if any(i.opcode != "fusion" for _, i in outside) else set()
+            waiting += [of for of in outside if of[1].opcode == "fusion"]
+        for reader in computation.readers[value.name]:
+            if reader.opcode in MOVES:
+                waiting.append((computation, reader))
+            elif reader.opcode == "fusion":
+                waiting += entries(module, reader, value.name)
+            elif reader.opcode == "convert":
+                found.add(reader.shapes[0].dtype)
+            else:
+                is_result = is_entry and reader.is_root
+                hides = reader.called or reader.opcode in ("tuple", "custom-call")
+                found.add(UNKNOWN if hides and not is_result else "")
+    return found
 
 
 def is_product(placed: Placed) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 from precpass.measure.hlo import PRODUCTS, Computation, Instruction, Module, Placed, Shape, bits
@@ -11,6 +12,7 @@ from precpass.report.audit.matching import (
     Sides,
     change,
     factors,
+    formats_read,
     readers,
     widened,
 )
@@ -114,7 +116,8 @@ def buffers(sides: Sides) -> Iterator[Change]:
 def _is_stored(placed: Placed) -> bool:
     """Whether an instruction has one floating result and it is written to memory."""
     instruction = placed.instruction
-    if len(instruction.shapes) != 1 or not instruction.shapes[0].bits:
+    is_end = instruction.opcode.endswith("-done")  # of a collective
+    if is_end or len(instruction.shapes) != 1 or not instruction.shapes[0].bits:
         return False
     if instruction.opcode == "dynamic-update-slice":
         return True
@@ -168,7 +171,44 @@ def _sent(placed: Placed) -> tuple[Shape, ...]:
 
 
 def collectives(sides: Sides) -> Iterator[Change]:
-    """Changes: collectives that send more bits than planned, also those of the partitioner."""
+    """Changes: collectives that send more bits than planned, also those of the partitioner.
+
+    What is sent and then only cast to a narrower format should have been cast before.
+    """
+    found = list(_of_planned(sides))
+    yield from found
+    known = {(of.name, of.calls) for of in found}
+    for placed in itertools.chain.from_iterable(sides.compiled.values()):
+        narrow = _cast_behind(sides.modules[1], placed)
+        shape = next((s for s in _sent(placed) if s.bits > bits(narrow) > 0), None)
+        if shape is not None:
+            name = _collective(placed)
+            types = f"{name} {dataclasses.replace(shape, dtype=narrow)}", f"{name} {shape}"
+            dtypes = narrow, shape.dtype
+            one = change("collective widened", placed, *types, dtypes, _why_sent(*dtypes))
+            if (one.name, one.calls) not in known:
+                yield one
+
+
+def _why_sent(narrow: str, wide: str) -> str:
+    return f"{bits(wide) // bits(narrow)} times the bytes are sent between devices"
+
+
+def _cast_behind(module: Module, placed: Placed) -> str:
+    """The one format to which all readers cast what a collective sends; "" if there is none."""
+    if _collective(placed) in ("", "all-reduce", "reduce-scatter"):  # sums may be wide
+        return ""
+    sent = placed.instruction
+    if sent.opcode.endswith("-start"):
+        ends = placed.computation.readers[sent.name]
+        if len(ends) != 1 or len(ends[0].shapes) != 1:
+            return ""
+        (sent,) = ends
+    formats = formats_read(module, placed.computation, sent)
+    return formats.pop() if len(formats) == 1 else ""
+
+
+def _of_planned(sides: Sides) -> Iterator[Change]:
     for key, compiled in sides.compiled.items():
         planned = sides.planned.get(key, ())
         sent = [c for c in compiled if _collective(c)]
@@ -177,12 +217,13 @@ def collectives(sides: Sides) -> Iterator[Change]:
         asked = [p for p in planned if _collective(p)]
         findings = _widened_as_asked(asked, sent) if asked else _wider_than_planned(planned, sent)
         for name, narrow, wide in findings:
-            why = f"{bits(wide) // bits(narrow)} times the bytes are sent between devices"
             first = (asked or planned)[0]
             shape = next((s for c in sent for s in _sent(c) if s.dtype == wide), wide)
             before = next((s for s in first.instruction.shapes if s.dtype == narrow), narrow)
             types = f"{name} {before}", f"{name} {shape}"
-            yield change("collective widened", first, *types, (narrow, wide), why)
+            yield change(
+                "collective widened", first, *types, (narrow, wide), _why_sent(narrow, wide)
+            )
 
 
 Widened = tuple[str, str, str]
