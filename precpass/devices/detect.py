@@ -47,7 +47,9 @@ def committed_device(args: Any) -> Any:
 
     Args:
         args: a tree of arguments. A `jax.ShapeDtypeStruct` is committed by its sharding. The
-            tree may contain shardings, such as the option `in_shardings` of `jax.jit`.
+            tree may contain shardings, such as the option `in_shardings` of `jax.jit`, and avals.
+            A tracer or an aval is committed by the mesh of its type, which only says what kind of
+            device it is: the result is then a device of this process, or JAX's `AbstractDevice`.
     """
     for x in jax.tree.leaves(args):
         devices: Any = ()
@@ -59,15 +61,32 @@ def committed_device(args: Any) -> Any:
             devices = x.devices() if getattr(x, "committed", False) else ()
         if devices:
             return min(devices, key=lambda device: device.id)
+        if (kind := _kind_in_type(x)) is not None:
+            return _local_of(kind) or kind
     return None
+
+
+def _kind_in_type(x: Any) -> Any:
+    """The kind of device in the type of a tracer, or in an aval; None if it has none."""
+    aval = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
+    sharding = aval.sharding if isinstance(aval, jax.core.ShapedArray) else None
+    return None if sharding is None else sharding.mesh.abstract_device
+
+
+def _local_of(kind: Any) -> Any:
+    """A device of this process of a kind; None if it has none."""
+    try:
+        found = jax.local_devices(backend=kind.platform)
+    except RuntimeError:  # JAX has no such platform
+        return None
+    return next((device for device in found if _kind(device) == _kind(kind)), None)
 
 
 def device_of_call(args: Any = ()) -> Any:
     """Return the JAX device on which a call with some arguments runs, the first of several.
 
     It is that of `planned_for`; else the one that the arguments are committed to; else that of
-    `jax.default_device`; else the default backend's. A tracer has no device, so a program that is
-    planned while it is traced is planned for one of the others.
+    `jax.default_device`; else the default backend's.
 
     Args:
         args: a tree of arguments.

@@ -162,7 +162,7 @@ def rewritten(
     policy = in_form(policy, plan.form)
     # A saved plan has no equations of custom rules, because these are traced in differentiation.
     unlocked = policy.with_lock(None) if policy.lock else policy
-    place = device_of_call()
+    place = device_of_call(ir.in_avals(jaxpr))
     of_device = place.platform, place.device_kind
 
     def plan_rule(rule: Any, scope: str, border: Border) -> Plan:
@@ -232,9 +232,13 @@ def _planned(call: ir.Call, policy: PrecisionPolicy, scope: str) -> Plan:
     asks_nothing = policy.lock is not None or not policy.lowers or is_multiplied
     if policy.profitability != "best" or asks_nothing:
         return planned(policy)
-    if jax.process_count() > 1:
-        # All processes must run one program, and might compile different ones.
-        return dataclasses.replace(planned(policy.with_scaled(None)), costs=_NOT_COMPILED)
+    # All processes must run one program, and might compile different ones.
+    why = "several processes run it" if jax.process_count() > 1 else ""
+    if isinstance(place, jax.sharding.AbstractDevice):
+        why = f"only the kind of its devices is known here, {place.device_kind}"
+    if why:
+        costs = f"not compiled, because {why}: every product is lowered to 16 bits"
+        return dataclasses.replace(planned(policy.with_scaled(None)), costs=costs)
     # Imported here, because a program that compiles no candidates needs no files of choices.
     from precpass.autotune.compiled import choice_of
 
@@ -250,11 +254,6 @@ def _planned(call: ir.Call, policy: PrecisionPolicy, scope: str) -> Plan:
     costs = choice.text(device_for(place))
     notes = (*plan.notes, *file_warnings)
     return dataclasses.replace(plan, notes=notes, costs=costs, form=choice.form)
-
-
-_NOT_COMPILED = (
-    "not compiled, because several processes run it: every product is lowered to 16 bits"
-)
 
 
 def lowers_to_float16(plan: Plan) -> bool:

@@ -2,15 +2,19 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+import precpass as pp
 from precpass.devices import cpu_info, detect
 from precpass.devices.peaks import CPUS, PEAKS, Device, device_named
 from precpass.policy.precision import Precision
+from tests.support.jaxprs import named
 
 DEVICES = [Device(peaks.platform, "", peaks) for peaks in (*CPUS, *PEAKS)]
 XEON = "Intel(R) Xeon(R) CpuInfo with avx512_bf16, amx_bf16, 2 cores"
@@ -102,6 +106,25 @@ def test_under_a_trace_it_is_that_of_the_context_and_no_equation_is_added():
     assert found == [there]
     names = {eqn.primitive.name for eqn in jaxpr.eqns}
     assert names <= {"reduce_sum", "broadcast_in_dim"}
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["the call", "a step around it"])
+def test_a_step_for_a_mesh_of_other_devices_is_planned_for_these(wrapped: bool):
+    kind = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
+    mesh = AbstractMesh((4,), ("d",), axis_types=(AxisType.Auto,), abstract_device=kind)
+    sharding = NamedSharding(mesh, PartitionSpec("d"))
+    x, w = (jax.ShapeDtypeStruct((n, 32), jnp.float32, sharding=sharding) for n in (64, 32))
+    for profitability in ("always", "best"):
+        mixed = pp.auto_mixed(lambda x, w: jnp.tanh(x @ w) @ w, profitability=profitability)
+        step = jax.jit(lambda x, w, mixed=mixed: mixed(x, w)) if wrapped else mixed
+        made = [e.outvars[0].aval.dtype for e in named(step.trace(x, w).jaxpr, "dot_general")]
+        # the first product's result is rounded by the kernels of a GPU, and not of this CPU
+        assert made == [jnp.bfloat16, jnp.float32]
+    here = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(here):
+        found: list[Any] = []
+        jax.jit(lambda x: found.append(detect.device_of_call(x))).trace(jnp.ones(4))
+    assert found == [jax.devices()[0]]
 
 
 def test_a_cpu_is_named_by_its_processor():
