@@ -37,6 +37,7 @@ class Place:
         made: the Python calls that made it.
         shapes: those of its operands.
         in_layers: how many parts of the path, at its end, are layers' calls and no name scopes.
+        entered: the equations with bodies that lead from the place before to this one.
     """
 
     row: int
@@ -47,6 +48,7 @@ class Place:
     made: ir.Made
     shapes: tuple[Any, ...]
     in_layers: int
+    entered: tuple[int, ...]
 
 
 def places(graph: Graph) -> list[Place]:
@@ -56,25 +58,30 @@ def places(graph: Graph) -> list[Place]:
     for node in graph.bodies:
         around[id(node)] = _around(node, around, numbers)
     found: list[Place] = []
+    entered: tuple[int, ...] = ()
     for row in _executed(graph, 0, {0}):
+        if row in graph.children:
+            entered = (*entered, row)
+            continue
         eqn, node = graph.eqns[row], graph.bodies[int(graph.body[row])]
         path, made, in_layers = inside(around[id(node)], eqn)
         shapes = tuple(getattr(v.aval, "shape", ()) for v in eqn.invars)
         source, name = graph.source(row), eqn.primitive.name
-        found.append(Place(row, len(found), path, source, name, made, shapes, in_layers))
+        found.append(Place(row, len(found), path, source, name, made, shapes, in_layers, entered))
+        entered = ()
+    if found and entered:  # bodies without equations, at the end
+        found[-1] = dataclasses.replace(found[-1], entered=found[-1].entered + entered)
     return found
 
 
 def _executed(graph: Graph, body: int, seen: set[int]) -> Iterator[int]:
-    """The rows of equations without bodies in the order of execution, each once."""
+    """The rows of equations in the order of execution, each once; bodies follow theirs."""
     for row in range(graph.bodies[body].start, graph.bodies[body].stop):
-        if row not in graph.children:
-            yield row
-            continue
-        new = dict.fromkeys(child for _, child in graph.children[row] if child not in seen)
-        seen.update(new)
-        for child in new:
-            yield from _executed(graph, child, seen)
+        yield row
+        for _, child in graph.children.get(row, ()):
+            if child not in seen:
+                seen.add(child)
+                yield from _executed(graph, child, seen)
 
 
 def _around(
@@ -107,18 +114,10 @@ def _around(
 # ---------------------------------------------------------------- folding
 
 
-def folded(found: Sequence[Place], *, alone: bool) -> dict[int, Path]:
-    """For each row its path, in which repeated layers are one that says how many they are.
-
-    Args:
-        found: the places.
-        alone: whether only layers of one structure are one; otherwise all whose names differ in
-            their numbers alone.
-    """
-    structure = _structures(found) if alone else collections.defaultdict[Path, Any](int)
-    names = _names({place.path for place in found}, structure, _REPEATED if alone else 2)
-    paths = {place.row: names[place.path] for place in found}
-    return _counted(found, paths)
+def folded(found: Sequence[Place]) -> dict[int, Path]:
+    """For each row its path, in which repeated layers are one that says how many they are."""
+    names = _names({place.path for place in found}, _structures(found))
+    return _counted(found, {place.row: names[place.path] for place in found})
 
 
 def _structures(found: Sequence[Place]) -> dict[Path, Any]:
@@ -136,7 +135,7 @@ def _structures(found: Sequence[Place]) -> dict[Path, Any]:
     }
 
 
-def _names(paths: Iterable[Path], structure: dict[Path, Any], least: int) -> dict[Path, Path]:
+def _names(paths: Iterable[Path], structure: dict[Path, Any]) -> dict[Path, Path]:
     """For each path and all around it the path with repeated layers as one."""
     prefixes = {path[:i] for path in paths for i in range(len(path) + 1)}
     children: dict[Path, list[Path]] = collections.defaultdict(list)
@@ -151,7 +150,7 @@ def _names(paths: Iterable[Path], structure: dict[Path, Any], least: int) -> dic
             groups[path[-1] if is_loop else (_stem(path[-1]), structure[path])].append(path)
         stems = Counter(key[0] for key in groups if isinstance(key, tuple))
         for key, group in groups.items():
-            is_one = isinstance(key, tuple) and len(group) >= least
+            is_one = isinstance(key, tuple) and len(group) >= _REPEATED
             for path in group:
                 label = path[-1]
                 if is_one:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.analysis.sizes import nbytes
 from precpass.plan.plan import Action, Decision
+from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.view.picture.places import Level, Path, Place, folded, places
 
@@ -51,7 +52,7 @@ class Box:
 
 
 Types = tuple[tuple[str, float], ...]
-"""The types of values and their bytes, each once, the largest first."""
+"""The types of values and their bytes, each once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +73,8 @@ def chart(graph: Graph, decided: dict[int, tuple[Decision, int]], limit: int) ->
     """The dataflow of a program in at most `limit` boxes, if that is possible.
 
     These levels are tried in order: one box per equation; in programs without layers one per scope
-    and line, then the same with scopes merged that differ only in their numbers (layer_0,
-    layer_1); then one box per layer, with repeated layers as one, from the innermost outwards.
+    and line; then one box per layer, from the innermost outwards. Both have repeated scopes and
+    layers as one.
 
     Args:
         graph: that of the original program.
@@ -94,14 +95,11 @@ def chart(graph: Graph, decided: dict[int, tuple[Decision, int]], limit: int) ->
 
 def _levels(found: list[Place]) -> Iterator[Level]:
     yield lambda p: (p.path, p.row, p.primitive)
+    paths = folded(found)
     if not any(p.made.has_scopes or p.in_layers for p in found):
-        yield lambda p: (p.path, p.source, _line(p))
-        many = folded(found, alone=False)
-        yield lambda p: (many[p.row], p.source, _line(p))
-    depth = max((len(place.path) for place in found), default=0)
-    for d in range(depth, -1, -1):
-        for alone in (True, False):
-            yield _layers(found, folded(found, alone=alone), d)
+        yield lambda p: (paths[p.row], p.source, _line(p))
+    depth = max((len(path) for path in paths.values()), default=0)
+    yield from (_layers(found, paths, d) for d in range(depth, -1, -1))
 
 
 def _layers(found: list[Place], paths: dict[int, Path], depth: int) -> Level:
@@ -132,20 +130,6 @@ def _line(place: Place) -> str:
     return f"{source.function}:{source.line}" if source.file else place.primitive
 
 
-def _first_inside(graph: Graph, row: int, drawn: Collection[int]) -> int:
-    """The first drawn equation inside another one, or the one before it if nothing is inside."""
-    todo = [row]
-    while todo:
-        at = todo.pop()
-        if at in drawn:
-            return at
-        bodies = [graph.bodies[child] for _, child in graph.children.get(at, ())]
-        todo += [
-            inner for node in reversed(bodies) for inner in reversed(range(node.start, node.stop))
-        ]
-    return max((other for other in drawn if other < row), default=next(iter(drawn)))
-
-
 def _merged(
     graph: Graph,
     decided: dict[int, tuple[Decision, int]],
@@ -168,13 +152,10 @@ def _merged(
         moved = _moved(eqn, decision) * float(graph.calls[place.row])
         box.moved += moved
         box.moved_low += moved * (str(decision.compute) in ("bf16", "f16"))
-        box.casts += casts
+        box.casts += casts + sum(decided[id(graph.eqns[row])][1] for row in place.entered)
         box.stored += decision.stores_low
         if place.source.file:
             box.lines[place.source] += 1
-    for row in graph.children if position else ():
-        if (casts := decided[id(graph.eqns[row])][1]) > 0:
-            boxes[position[_first_inside(graph, row, position)]].casts += casts
     index = {key: i for i, key in enumerate(boxes)}
     read: dict[tuple[int, int], set[int]] = collections.defaultdict(set)
     for value, reader in _flow(graph, set(position)):
@@ -187,23 +168,17 @@ def _merged(
 
 def _moved(eqn: Any, decision: Decision) -> float:
     """The bytes of an equation's operands and results, in the formats in which it has them."""
-    lowered = decision.action is Action.LOWER and decision.compute is not None
-    size = decision.compute.dtype.itemsize if lowered and decision.compute is not None else 0
+    operands = decision.compute if decision.action is Action.LOWER else None
+    read = sum(_bytes(v.aval, operands) for v in eqn.invars)
     stored = dict(enumerate(decision.stored))
-    total = 0.0
-    for v in eqn.invars:
-        total += _bytes(v.aval, size)
-    for i, v in enumerate(eqn.outvars):
-        precision = stored.get(i)
-        total += _bytes(v.aval, 0 if precision is None else precision.dtype.itemsize)
-    return total
+    return read + sum(_bytes(v.aval, stored.get(i)) for i, v in enumerate(eqn.outvars))
 
 
-def _bytes(aval: Any, size: int) -> float:
-    own = nbytes(aval)
-    if not size or ir.precision_of(aval) is None:
-        return own
-    return own * size / aval.dtype.itemsize
+def _bytes(aval: Any, precision: Precision | None) -> float:
+    """The bytes of a value, in another format if it is a number and there is one."""
+    if precision is None or ir.precision_of(aval) is None:
+        return nbytes(aval)
+    return nbytes(aval) * precision.dtype.itemsize / aval.dtype.itemsize
 
 
 def _types(graph: Graph, decided: dict[int, tuple[Decision, int]], values: set[int]) -> Types:
@@ -214,9 +189,8 @@ def _types(graph: Graph, decided: dict[int, tuple[Decision, int]], values: set[i
         stored = dict(zip(eqn.outvars, decided[id(eqn)][0].stored, strict=False)).get(var)
         dtype = stored or ir.precision_of(var.aval) or getattr(var.aval, "dtype", "")
         shape = ",".join(map(str, getattr(var.aval, "shape", ())))
-        size = 0 if stored is None else stored.dtype.itemsize
-        sizes[f"{dtype}[{shape}]"] = _bytes(var.aval, size)
-    return tuple(sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0])))
+        sizes[f"{dtype}[{shape}]"] = _bytes(var.aval, stored)
+    return tuple(sizes.items())
 
 
 def _flow(graph: Graph, drawn: set[int]) -> set[tuple[int, int]]:
