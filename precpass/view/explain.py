@@ -22,7 +22,7 @@ from precpass.policy.primitives import OpKind
 from precpass.units import are, counted, listed
 from precpass.view.advice import CACHE_LINE, Advice, advice
 from precpass.view.compiled import Compiled, compiled_lines
-from precpass.view.explain_page import explanation_page
+from precpass.view.pages import explanation_page
 from precpass.view.rows import Row, alike, listed_sites, rows
 from precpass.view.text import Line, heading, rendered, shown_path, shown_source, titled
 from precpass.view.verdict import Verdict, Wide

@@ -18,7 +18,7 @@ from precpass.policy.policy import PrecisionPolicy
 from precpass.view.compiled import Compiled, compiled_lines
 from precpass.view.diff import check_level, diff_lines, totals
 from precpass.view.explain import Explanation, explained
-from precpass.view.page import inspection_page
+from precpass.view.pages import inspection_page
 from precpass.view.picture.chart import chart
 from precpass.view.picture.svg import Picture, picture
 from precpass.view.text import OFF, Line, rendered, titled

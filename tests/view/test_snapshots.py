@@ -37,8 +37,8 @@ def picture(fn, *args, **options) -> str:
 
 
 def page(shown) -> str:
-    """The HTML of a report, without style and picture, which are the same everywhere."""
-    text = re.sub(r"<(style|svg)\b.*?</\1>", "", shown._repr_html_(), flags=re.DOTALL)
+    """The HTML of a report, without style, script and picture, which are the same everywhere."""
+    text = re.sub(r"<(style|svg|script)\b.*?</\1>", "", shown._repr_html_(), flags=re.DOTALL)
     return text.replace("><", ">\n<")
 
 
