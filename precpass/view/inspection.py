@@ -16,7 +16,7 @@ from precpass.plan.eqn_info import EqnInfo, Site
 from precpass.plan.plan import Decision, Plan
 from precpass.policy.policy import PrecisionPolicy
 from precpass.view.compiled import Compiled, compiled_lines
-from precpass.view.diff import check_level, diff_lines, totals
+from precpass.view.diff import check_level, diff_tree, totals
 from precpass.view.explain import Explanation, explained
 from precpass.view.pages import inspection_page
 from precpass.view.picture.chart import chart
@@ -131,7 +131,7 @@ class Inspection:
             )
         outputs = self._outputs()
         lines = [
-            *diff_lines(self.plan, level),
+            *diff_tree(self.plan, level).lines(),
             *(
                 [("outputs  ", "frame"), (f"{n} {what}: the policy's output", "cast")]
                 for what, n in outputs.items()

@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from precpass.view.text import Line
+from precpass.plan.eqn_info import Site
+from precpass.view.text import Line, heading, shown_path
 
 __all__ = [
     "CSS",
@@ -24,6 +25,7 @@ __all__ = [
     "facts",
     "figures",
     "folded",
+    "located",
     "page",
     "sheet",
     "spans",
@@ -108,6 +110,13 @@ class Cell(NamedTuple):
     line: Line | str
     key: float | str | None = None
     part: float | None = None
+
+
+def located(site: Site) -> Cell:
+    """The cell of a line of your code, with its module."""
+    source = site.source
+    key = f"{shown_path(source.file)}:{source.line:06d}"
+    return Cell(heading(source, site.module), key)
 
 
 def sheet(

@@ -1,9 +1,9 @@
-"""Inspections, explanations, plans and policies as HTML."""
+"""Inspections, plans and policies as HTML."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from precpass.measure.counts import LOW_FORMATS
 from precpass.plan.eqn_info import Site
@@ -12,12 +12,11 @@ from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.primitives import OpKind
 from precpass.units import counted, in_unit, sized
 from precpass.view.diff import Section, diff_tree, totals
-from precpass.view.page import Cell, as_html, bar, facts, folded, page, sheet, spans, title
+from precpass.view.page import Cell, as_html, bar, facts, folded, located, page, sheet, spans, title
 from precpass.view.rows import Row, listed_sites, rows
-from precpass.view.text import Line, heading, shown_path
-from precpass.view.verdict import Wide
+from precpass.view.text import Line
 
-__all__ = ["explanation_page", "inspection_page", "plan_page", "policy_page"]
+__all__ = ["inspection_page", "plan_page", "policy_page"]
 
 
 def policy_page(policy: PrecisionPolicy) -> str:
@@ -67,7 +66,7 @@ def inspection_page(
 def _changes(plan: Plan, name: str) -> str:
     costs = as_html([[(f"costs {plan.costs}", "reason")]]) if plan.costs else ""
     found = list(rows(plan))
-    changes = folded(totals(plan, name), costs + _tree(diff_tree(plan, "equations")))
+    changes = folded(totals(plan, name), costs + _tree(diff_tree(plan)))
     return title(name) + _summary(found) + _lines(found) + changes
 
 
@@ -158,83 +157,10 @@ def _cells(site: Site, of: Sequence[Row], total: float, moved: float) -> list[Ce
     share = f"{100 * flops / total:.0f}%" if flops >= 0.005 * total else "<1%"
     products = f"{len(low)}/{len(low) + len(wide)}" if low or wide else ""
     return [
-        _place(site),
+        located(site),
         Cell(share if flops else "", flops, flops / total),
         Cell(sized(bytes_), bytes_, bytes_ / moved),
         Cell([(products, "wide" if wide else "low")]),
         Cell([(str(casts or ""), "cast")]),
         Cell([(reason + more, "wide")]),
     ]
-
-
-def _place(site: Site) -> Cell:
-    source = site.source
-    return Cell(heading(source, site.module), f"{shown_path(source.file)}:{source.line:06d}")
-
-
-# ---------------------------------------------------------------- explanations
-
-
-def explanation_page(
-    name: str,
-    flops: Mapping[str, float],
-    verdict: Sequence[Line],
-    wide: Sequence[Wide],
-    others: Sequence[tuple[str, str, int, str]],
-    rest: Sequence[Line],
-) -> str:
-    """An explanation as HTML: the verdict as a bar, and what stays wide as a table.
-
-    Args:
-        name: the names of the function and the policy.
-        flops: the floating-point operations of the rewritten program by format.
-        verdict: the figures in words.
-        wide: the products that stay wide.
-        others: (kind, reason, number, lines) of the other equations that stay as they are.
-        rest: rules that match nothing, notes and advice.
-    """
-    styles = dict.fromkeys(LOW_FORMATS, "low") | {"f32": "wide", "f64": "bad"}
-    ordered = sorted(flops.items(), key=lambda item: -item[1])
-    parts = [(format_, n, styles.get(format_, "none")) for format_, n in ordered]
-    body = title(name) + bar(parts, "of all FLOPs") + facts(verdict)
-    body += _wide_table(wide, sum(flops.values()) or 1.0) if wide else ""
-    body += _others_table(others) if others else ""
-    return page(body + (as_html(rest) if rest else ""))
-
-
-def _wide_table(wide: Sequence[Wide], total: float) -> str:
-    ordered = sorted(wide, key=lambda w: -w.flops)
-    cells = [
-        [
-            _place(w.site),
-            Cell(f"{w.what}{f' in {w.scope}' if w.scope else ''}"),
-            Cell(str(w.times)),
-            Cell(f"{w.flops / total:.1%}", w.flops, w.flops / total),
-            Cell([(w.reason, "wide")]),
-            Cell(w.remedy),
-        ]
-        for w in ordered
-    ]
-    heads = ["line", "product", "times", "FLOPs", "why", "to change it"]
-    caption = "matrix products that are not in low precision"
-    groups = _each([w.reason for w in ordered])
-    return sheet(heads, cells, texts=(0, 1, 4, 5), groups=groups, sorted_by=3, caption=caption)
-
-
-def _others_table(others: Sequence[tuple[str, str, int, str]]) -> str:
-    ordered = sorted(others, key=lambda entry: -entry[2])
-    kinds = [kind.replace("_", " ") for kind, *_ in ordered]
-    cells = [
-        [Cell(str(n)), Cell(kind), Cell([(reason, "reason")]), Cell([(lines, "where")])]
-        for kind, (_, reason, n, lines) in zip(kinds, ordered, strict=True)
-    ]
-    heads, caption = (
-        ["equations", "kind", "reason", "lines"],
-        "everything else that stays as written",
-    )
-    return sheet(heads, cells, texts=(1, 2, 3), groups=_each(kinds), sorted_by=0, caption=caption)
-
-
-def _each(names: Sequence[str]) -> dict[str, list[bool]]:
-    """A filter for each name, of the rows that have it."""
-    return {name: [other == name for other in names] for name in dict.fromkeys(names)}
