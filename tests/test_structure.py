@@ -31,7 +31,7 @@ MAX_FOLDER_LINES = {
     "report": 3_950,
     "rewrite": 2_350,
     "testing": 450,
-    "view": 3_750,
+    "view": 3_700,
 }
 """What each folder had when it was last counted. A change that adds a mechanism takes one away."""
 ROOT_FILES = {

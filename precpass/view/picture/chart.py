@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from precpass import jaxpr as ir
@@ -14,9 +14,16 @@ from precpass.analysis.sizes import nbytes
 from precpass.plan.plan import Action, Decision
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
-from precpass.view.picture.places import Level, Path, Place, folded, places
+from precpass.view.picture.places import Path, Place, folded, places
 
 __all__ = ["Box", "Chart", "chart"]
+
+
+Decided = dict[int, tuple[Decision, int]]
+"""For each equation, by its id, the decision and the number of casts that are listed with it."""
+
+Level = Callable[[Place], tuple[Path, Any, str]]
+"""For a place the path of its box, the box's key there, and its label."""
 
 
 @dataclasses.dataclass
@@ -26,7 +33,6 @@ class Box:
     Attributes:
         label: an equation's primitive, a source line, or the name of a layer or scope.
         path: the layers, name scopes and loops around it, outermost first.
-        first: the position of its first equation in the order of execution.
         formats: the number of equations that run in each format.
         low, products: the number of its low products, and of all its products.
         casts: the number of casts that the rewrite adds. An equation with bodies is drawn as
@@ -40,7 +46,6 @@ class Box:
 
     label: str
     path: Path
-    first: int
     formats: Counter[str] = dataclasses.field(default_factory=Counter)
     low: int = 0
     products: int = 0
@@ -51,10 +56,6 @@ class Box:
     moved_low: float = 0.0
 
 
-Types = tuple[tuple[str, float], ...]
-"""The types of values and their bytes, each once."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Chart:
     """What is drawn.
@@ -62,14 +63,14 @@ class Chart:
     Attributes:
         boxes: in the order of execution of their first equations.
         edges: for each pair of positions in `boxes`, of which the second box reads a result of
-            the first, the types of what it reads.
+            the first, the types of what it reads and their bytes.
     """
 
     boxes: tuple[Box, ...] = ()
-    edges: Mapping[tuple[int, int], Types] = dataclasses.field(default_factory=dict)
+    edges: Mapping[tuple[int, int], dict[str, float]] = dataclasses.field(default_factory=dict)
 
 
-def chart(graph: Graph, decided: dict[int, tuple[Decision, int]], limit: int) -> Chart:
+def chart(graph: Graph, decided: Decided, limit: int) -> Chart:
     """The dataflow of a program in at most `limit` boxes, if that is possible.
 
     These levels are tried in order: one box per equation; in programs without layers one per scope
@@ -78,7 +79,7 @@ def chart(graph: Graph, decided: dict[int, tuple[Decision, int]], limit: int) ->
 
     Args:
         graph: that of the original program.
-        decided: for each equation, by its id, the decision and the number of casts there.
+        decided: what the plan says of its equations.
         limit: the largest number of boxes.
     """
     found = places(graph)
@@ -132,7 +133,7 @@ def _line(place: Place) -> str:
 
 def _merged(
     graph: Graph,
-    decided: dict[int, tuple[Decision, int]],
+    decided: Decided,
     found: list[Place],
     keys: dict[int, tuple[Path, Any, str]],
 ) -> Chart:
@@ -141,7 +142,7 @@ def _merged(
     for place in found:
         path, key, label = keys[place.row]
         position[place.row] = (path, key)
-        box = boxes.setdefault((path, key), Box(label, path, place.order))
+        box = boxes.setdefault((path, key), Box(label, path))
         eqn = graph.eqns[place.row]
         decision, casts = decided[id(eqn)]
         if decision.compute is not None:
@@ -181,7 +182,7 @@ def _bytes(aval: Any, precision: Precision | None) -> float:
     return nbytes(aval) * precision.dtype.itemsize / aval.dtype.itemsize
 
 
-def _types(graph: Graph, decided: dict[int, tuple[Decision, int]], values: set[int]) -> Types:
+def _types(graph: Graph, decided: Decided, values: set[int]) -> dict[str, float]:
     sizes: dict[str, float] = {}
     for value in values:
         var, _ = graph.values[value]
@@ -190,7 +191,7 @@ def _types(graph: Graph, decided: dict[int, tuple[Decision, int]], values: set[i
         dtype = stored or ir.precision_of(var.aval) or getattr(var.aval, "dtype", "")
         shape = ",".join(map(str, getattr(var.aval, "shape", ())))
         sizes[f"{dtype}[{shape}]"] = _bytes(var.aval, stored)
-    return tuple(sizes.items())
+    return sizes
 
 
 def _flow(graph: Graph, drawn: set[int]) -> set[tuple[int, int]]:

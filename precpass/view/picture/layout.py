@@ -41,7 +41,7 @@ class Thing:
         entry, exit: where lines enter its top and leave its bottom, from its left side.
         room: the width that it takes up, with the text below it.
         depth: the height that it takes up, with the text below it.
-        first: the position of its first equation in the order of execution.
+        first: the position of its first box in the order of execution.
         corners: the upper left corners of what stands in an area, from its own.
         lines: for each line in an area the points that it joins, from top to bottom.
         back: the line that leads back to an area's top; empty if nothing in it is run again.

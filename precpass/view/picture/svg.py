@@ -152,7 +152,7 @@ class _Drawing:
             between.setdefault((around, *edge), []).append((a, b))
         for (around, start, end), pairs in between.items():
             self.edges[around][start, end] = None
-            values = {(a, name): size for a, b in pairs for name, size in chart.edges[a, b]}
+            values = {(a, name): size for a, b in pairs for name, size in chart.edges[a, b].items()}
             if isinstance(start, tuple) and len({a for a, _ in pairs}) > _FEW:
                 self.bundles.add((start, end))
                 self.values[start] |= values
@@ -248,7 +248,7 @@ class _Drawing:
                 f'<ellipse class="cast" cx="{width - 3:.1f}" cy="3" rx="{across:.1f}" ry="8"/>'
                 f'<text class="mark" {at}>{box.casts}</text>'
             )
-        thing = Thing(width, _HEIGHT, width / 2, width / 2, width, _HEIGHT, box.first)
+        thing = Thing(width, _HEIGHT, width / 2, width / 2, width, _HEIGHT, unit)
         return "\n".join([*parts, "</g>"]), self._noted(unit, thing)
 
 
