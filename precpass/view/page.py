@@ -246,16 +246,17 @@ SCRIPT = r"""
 CSS = """
 .precpass { font-family: ui-monospace, monospace; font-size: 13px; line-height: 1.45;
 max-width: 1200px; --low: #2f9e6e; --wide: #e08c00; --bad: #ca244d; --mid: #4c8fe0;
---none: #a8aab4; --rule: #d5d7de; --tint: #4c8fe02e; }
+--none: #a8aab4; --rule: #d5d7de; --tint: #4c8fe02e; --green: #18794e; --amber: #945700;
+--blue: #0b68cb; --red: #ca244d; --purple: #8e4ec6; }
 .precpass pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; }
 .precpass svg { max-width: 100%; height: auto; }
 .precpass .where { font-weight: bold; } .precpass .code { font-style: italic; }
-.precpass .low, .precpass .added { color: #18794e; } .precpass .wide { color: #945700; }
-.precpass .cast, .precpass .hunk { color: #0b68cb; }
-.precpass .removed, .precpass .bad { color: #ca244d; }
-.precpass .reason { opacity: 0.7; } .precpass .frame { color: #8e4ec6; font-weight: bold; }
-.precpass b { font-weight: 600; } .precpass .bf16, .precpass .f16 { color: #18794e; }
-.precpass .f32 { color: #945700; } .precpass .f64 { color: #ca244d; }
+.precpass :is(.low, .added, .bf16, .f16) { color: var(--green); }
+.precpass :is(.wide, .f32) { color: var(--amber); }
+.precpass :is(.cast, .hunk) { color: var(--blue); }
+.precpass :is(.removed, .bad, .f64) { color: var(--red); }
+.precpass .frame { color: var(--purple); font-weight: bold; }
+.precpass .reason { opacity: 0.7; } .precpass b { font-weight: 600; }
 .precpass summary { cursor: pointer; } .precpass details > details, .precpass details > pre,
 .precpass details > table { margin-left: 1.4em; }
 .precpass table { font-size: inherit; }
@@ -290,12 +291,7 @@ transparent var(--part)) bottom / 100% 3px no-repeat; }
 .precpass .filters button[aria-pressed=true] { background: var(--tint); border-color: var(--mid); }
 @media (prefers-color-scheme: dark) {
 .precpass { --low: #33b074; --wide: #d9900f; --bad: #e5484d; --mid: #4c8fe0; --none: #62646e;
---rule: #3b3d45; --tint: #4c8fe04d; }
-.precpass .bf16, .precpass .f16 { color: #3dd68c; } .precpass .f32 { color: #ffca16; }
-.precpass .f64 { color: #ff9592; }
-.precpass .low, .precpass .added { color: #3dd68c; } .precpass .wide { color: #ffca16; }
-.precpass .cast, .precpass .hunk { color: #70b8ff; }
-.precpass .removed, .precpass .bad { color: #ff9592; }
-.precpass .frame { color: #d19dff; } }
+--rule: #3b3d45; --tint: #4c8fe04d; --green: #3dd68c; --amber: #ffca16; --blue: #70b8ff;
+--red: #ff9592; --purple: #d19dff; } }
 """
 """The style sheet of all that is shown as HTML, in light and in dark mode."""
