@@ -31,7 +31,7 @@ MAX_FOLDER_LINES = {
     "report": 4_000,
     "rewrite": 2_350,
     "testing": 450,
-    "view": 4_400,
+    "view": 3_700,
 }
 """What each folder had when it was last counted. A change that adds a mechanism takes one away."""
 ROOT_FILES = {

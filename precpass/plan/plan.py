@@ -337,7 +337,7 @@ class Plan:
         return Counter((d.kind, d.action) for d in self.walk())
 
     def _repr_html_(self) -> str:
-        from precpass.view.page import plan_page
+        from precpass.view.pages import plan_page
 
         return plan_page(self)
 

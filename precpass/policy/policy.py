@@ -443,7 +443,7 @@ class PrecisionPolicy:
         return text
 
     def _repr_html_(self) -> str:
-        from precpass.view.page import policy_page
+        from precpass.view.pages import policy_page
 
         return policy_page(self)
 

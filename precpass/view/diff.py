@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from precpass.plan.eqn_info import Cast, Crossed, Site
 from precpass.plan.plan import Action, Plan
@@ -22,7 +22,6 @@ __all__ = [
     "between",
     "changes",
     "check_level",
-    "diff_lines",
     "diff_tree",
     "totals",
 ]
@@ -33,49 +32,23 @@ _TYPES = 3
 """The number of types that are named of the values that cross a border."""
 
 
-class _Change(NamedTuple):
-    """A line of a diff, without its casts, which are collected over equal changes."""
-
-    head: tuple[tuple[str, str], ...]
-    reason: str = ""
-
-    def line(self, n: int, casts: list[Cast]) -> Line:
-        return [
-            *self.head,
-            *([("; in all " if n > 1 else "; ", ""), (_casts(casts), "cast")] if casts else []),
-            *([(f"  [{self.reason}]", "reason")] if self.reason else []),
-            *([(f"  ({n} times)", "")] if n > 1 else []),
-        ]
-
-
-Changes = dict[_Change, tuple[int, list[Cast]]]
-"""For each change how often it occurs, and its casts."""
+Item = tuple[Row, ...]
+"""An equation under one plan, or under two that are compared."""
 
 
 @dataclasses.dataclass(eq=False)
 class Section:
-    """The changes inside one equation with bodies, in the order of execution."""
+    """What stands inside one equation with bodies, in the order of execution.
 
-    parts: dict[Frame | Site, Section | Changes] = dataclasses.field(default_factory=dict)
+    Attributes:
+        describe: the lines for the items of a source line.
+        parts: the sections inside, and the items of each source line.
+    """
 
-    def inside(self, frames: Iterable[Frame]) -> Section:
-        """The section inside all of these frames."""
-        section = self
-        for frame in frames:
-            part = section.parts.setdefault(frame, Section())
-            assert isinstance(part, Section)
-            section = part
-        return section
+    describe: Callable[[list[Item]], Iterable[Line]]
+    parts: dict[Frame | Site, Section | list[Item]] = dataclasses.field(default_factory=dict)
 
-    def add(self, site: Site, change: _Change, casts: Iterable[Cast]) -> None:
-        """Adds a change at a site."""
-        changes = self.parts.setdefault(site, {})
-        assert isinstance(changes, dict)
-        n, known = changes.get(change, (0, []))
-        known.extend(casts)
-        changes[change] = n + 1, known
-
-    def lines(self, indent: str) -> Iterator[Line]:
+    def lines(self, indent: str = "") -> Iterator[Line]:
         """The section's lines, in which inner sections are indented."""
         for head, inside in self.entries():
             yield [(indent, ""), *head]
@@ -87,14 +60,29 @@ class Section:
     def entries(self) -> Iterator[tuple[Line, Section | list[Line]]]:
         """Each loop, branch, rule and source line, with the lines under it."""
         for key, part in self.parts.items():
-            if isinstance(part, Section):
-                assert isinstance(key, Frame)
+            if isinstance(key, Frame):
+                assert isinstance(part, Section)
                 at = [] if not key.source.file else [("  ", ""), *heading(key.source)]
                 yield [(key.name, "frame"), *at], part
             else:
-                assert isinstance(key, Site)
-                lines = [change.line(n, c) for change, (n, c) in part.items()]
-                yield heading(key.source, key.module), lines
+                assert isinstance(part, list)
+                yield heading(key.source, key.module), list(self.describe(part))
+
+
+def _tree(items: Sequence[Item], describe: Callable[[list[Item]], Iterable[Line]]) -> Section:
+    """Items inside the loops, branches and rules that they stand in, by source line."""
+    sites = listed_sites(item[0].info.site for item in items)
+    root = Section(describe)
+    for item in items:
+        section = root
+        for frame in _shown(item[0]):
+            inner = section.parts.setdefault(frame, Section(describe))
+            assert isinstance(inner, Section)
+            section = inner
+        same = section.parts.setdefault(sites[item[0].info.site], [])
+        assert isinstance(same, list)
+        same.append(item)
+    return root
 
 
 def check_level(level: str) -> None:
@@ -103,30 +91,15 @@ def check_level(level: str) -> None:
         raise ValueError(f"no level {level!r}: legal are {', '.join(map(repr, LEVELS))}")
 
 
-def diff_lines(plan: Plan, level: str) -> list[Line]:
+def diff_tree(plan: Plan, level: str = "equations") -> Section:
     """The changes of a plan, by source line.
 
     Args:
         plan: a plan that `inspect` made.
         level: "lines" for a line per source line, or "equations" for one per equation.
     """
-    return list(diff_tree(plan, level).lines(""))
-
-
-def diff_tree(plan: Plan, level: str) -> Section:
-    """The changes of a plan inside the loops, branches and rules that they stand in."""
-    changed_rows = [row for row in rows(plan) if row.changes]
-    sites = listed_sites(row.info.site for row in changed_rows)
-    if level == "equations":
-        return _grouped(((row, _change(row), row.info.casts) for row in changed_rows), sites)
-    same: dict[tuple[tuple[Frame, ...], Site], list[Row]] = {}
-    for row in changed_rows:
-        same.setdefault((_shown(row), sites[row.info.site]), []).append(row)
-    summed = (
-        (of_line[0], _summary(of_line), [c for row in of_line for c in row.info.casts])
-        for of_line in same.values()
-    )
-    return _grouped(summed, sites)
+    changed = [(row,) for row in rows(plan) if row.changes]
+    return _tree(changed, _changes if level == "equations" else _summary)
 
 
 def changes(plan: Plan) -> list[dict[str, Any]]:
@@ -189,23 +162,9 @@ def between(
         raise ValueError(f"no level {level!r} between plans: legal are 'lines' and 'equations'")
     pairs = list(paired_rows(first, second))
     differing = [(a, b) for a, b in pairs if _fate(a) != _fate(b)]
-    sites = listed_sites(a.info.site for a, _ in differing)
-    if level == "equations":
-        tree = _grouped(((a, _contrast(a, b), ()) for a, b in differing), sites)
-    else:
-        by_line: dict[tuple[tuple[Frame, ...], Site], Counter[str]] = {}
-        first_of: dict[tuple[tuple[Frame, ...], Site], Row] = {}
-        for a, b in differing:
-            key = _shown(a), sites[a.info.site]
-            first_of.setdefault(key, a)
-            by_line.setdefault(key, Counter())[f"{a.info.primitive}: {_verb(a)} | {_verb(b)}"] += 1
-        summed = (
-            (first_of[key], _Change(((_counted(texts, "; "), "cast"),)), ())
-            for key, texts in by_line.items()
-        )
-        tree = _grouped(summed, sites)
+    tree = _tree(differing, _contrasts if level == "equations" else _contrast)
     total = sum(a.decision.action is not Action.ENTER for a, _ in pairs)
-    lines: list[Line] = [*tree.lines("")]
+    lines: list[Line] = [*tree.lines()]
     outputs = [origin.output or "their own format" for p in (first, second) if (origin := p.origin)]
     if len(set(outputs)) > 1:
         lines.append([("outputs  ", "frame"), (" | ".join(outputs), "cast")])
@@ -267,30 +226,27 @@ def _shown(row: Row) -> tuple[Frame, ...]:
     return tuple(frame for frame in row.frames if not frame.is_call)
 
 
-def _grouped(
-    found: Iterable[tuple[Row, _Change, Iterable[Cast]]], sites: Mapping[Site, Site]
-) -> Section:
-    root = Section()
-    for row, change, casts in found:
-        root.inside(_shown(row)).add(sites[row.info.site], change, casts)
-    return root
+def _changes(items: list[Item]) -> Iterator[Line]:
+    """A line for each change, of which equal ones are counted."""
+    same: dict[tuple[str, str, str, str], list[Row]] = {}
+    for (row,) in items:
+        head = f"{row.info.signature}: ", _verb(row), _style(row), str(row.decision.reason)
+        same.setdefault(head, []).append(row)
+    for (signature, verb, style, reason), found in same.items():
+        casts = _casts(cast for row in found for cast in row.info.casts)
+        joint = "; in all " if len(found) > 1 else "; "
+        said = [(joint, ""), (casts, "cast")] if casts else []
+        yield [(signature, ""), (verb, style), *said, *_end(reason, len(found))]
 
 
-def _change(row: Row) -> _Change:
-    head = (f"{row.info.signature}: ", ""), (_verb(row), _style(row))
-    return _Change(head, str(row.decision.reason))
+def _end(reason: str, n: int) -> Line:
+    why = [(f"  [{reason}]", "reason")] if reason else []
+    return [*why, *([(f"  ({n} times)", "")] if n > 1 else [])]
 
 
-def _contrast(a: Row, b: Row) -> _Change:
-    casts = [_casts(row.info.casts) or "no casts" for row in (a, b)]
-    differ = [(f"; {casts[0]} | {casts[1]}", "cast")] if casts[0] != casts[1] else []
-    reasons = [str(row.decision.reason) for row in (a, b)]
-    verbs = (_verb(a), _style(a)), (" | ", ""), (_verb(b), _style(b))
-    head = (f"{a.info.signature}: ", ""), *verbs, *differ
-    return _Change(head, " | ".join(dict.fromkeys(reasons)))
-
-
-def _summary(same: list[Row]) -> _Change:
+def _summary(items: list[Item]) -> Iterator[Line]:
+    """One line for all changes of a source line."""
+    same = [row for (row,) in items]
     # A cast may be listed with an unchanged equation, so it is shown even if the line is unchanged.
     changed = [row for row in same if row.info.crossed or row.decision.alters]
     joints = {True: ": ", False: " "}
@@ -298,7 +254,26 @@ def _summary(same: list[Row]) -> _Change:
         f"{row.info.primitive}{joints[bool(row.info.crossed)]}{_verb(row)}"
         for row in changed or same
     )
-    return _Change(((_counted(counts, "; "), "low"),))
+    casts = _casts(cast for row in same for cast in row.info.casts)
+    yield [(_counted(counts, "; "), "low"), *([("; ", ""), (casts, "cast")] if casts else [])]
+
+
+def _contrasts(items: list[Item]) -> Iterator[Line]:
+    """A line for each difference between two plans, of which equal ones are counted."""
+    same: Counter[tuple[tuple[tuple[str, str], ...], str]] = Counter()
+    for a, b in items:
+        casts = [_casts(row.info.casts) or "no casts" for row in (a, b)]
+        differ = [(f"; {casts[0]} | {casts[1]}", "cast")] if casts[0] != casts[1] else []
+        reasons = dict.fromkeys(str(row.decision.reason) for row in (a, b))
+        verbs = (_verb(a), _style(a)), (" | ", ""), (_verb(b), _style(b))
+        same[((f"{a.info.signature}: ", ""), *verbs, *differ), " | ".join(reasons)] += 1
+    yield from ([*head, *_end(reason, n)] for (head, reason), n in same.items())
+
+
+def _contrast(items: list[Item]) -> Iterator[Line]:
+    """One line for all differences at a source line."""
+    texts = Counter(f"{a.info.primitive}: {_verb(a)} | {_verb(b)}" for a, b in items)
+    yield [(_counted(texts, "; "), "cast")]
 
 
 def _verb(row: Row) -> str:
@@ -370,9 +345,11 @@ def _style(row: Row) -> str:
 
 
 def _casts(casts: Iterable[Cast]) -> str:
-    texts = Counter(f"{cast} {cast.what}" for cast in casts if cast.what != "removed")
-    gone = Counter(f"{cast} removed" for cast in casts if cast.what == "removed")
-    return ", ".join(filter(None, ("cast " + _counted(t) if t else "" for t in (texts, gone))))
+    texts = {False: Counter[str](), True: Counter[str]()}
+    for cast in casts:
+        texts[cast.what == "removed"][f"{cast} {cast.what}"] += 1
+    there = f"cast {_counted(texts[False])}" if texts[False] else ""
+    return ", ".join(filter(None, (there, _counted(texts[True]))))
 
 
 def _counted(texts: Counter[str], joint: str = ", ") -> str:

@@ -16,10 +16,10 @@ from precpass.plan.eqn_info import EqnInfo, Site
 from precpass.plan.plan import Decision, Plan
 from precpass.policy.policy import PrecisionPolicy
 from precpass.view.compiled import Compiled, compiled_lines
-from precpass.view.diff import check_level, diff_lines, totals
+from precpass.view.diff import check_level, diff_tree, totals
 from precpass.view.explain import Explanation, explained
-from precpass.view.page import inspection_page
-from precpass.view.picture.clusters import chart
+from precpass.view.pages import inspection_page
+from precpass.view.picture.chart import chart
 from precpass.view.picture.svg import Picture, picture
 from precpass.view.text import OFF, Line, rendered, titled
 
@@ -131,7 +131,7 @@ class Inspection:
             )
         outputs = self._outputs()
         lines = [
-            *diff_lines(self.plan, level),
+            *diff_tree(self.plan, level).lines(),
             *(
                 [("outputs  ", "frame"), (f"{n} {what}: the policy's output", "cast")]
                 for what, n in outputs.items()
@@ -158,7 +158,7 @@ class Inspection:
             explanation, compiled=self.compiled, not_compiled=self.not_compiled
         )
 
-    def draw(self, *, boxes: int = 60, graphviz: bool | None = None) -> Picture:
+    def draw(self, *, boxes: int = 60) -> Picture:
         """Draw the dataflow, coloured by precision and boxed by layer, name scope and loop.
 
         A program of few equations is drawn equation by equation. A model is drawn by its layers,
@@ -169,15 +169,12 @@ class Inspection:
 
         Args:
             boxes: the largest number of boxes.
-            graphviz: whether graphviz's `dot` computes the layout; None uses `dot` if it is
-                installed, and this package's own layout otherwise.
 
         Returns:
             A `Picture`, which a notebook displays. It has `.svg` and `.save(path)`.
 
         Raises:
             ValueError: for less than one box.
-            RuntimeError: if `dot` fails, or is asked for and not installed.
         """
         if boxes < 1:
             raise ValueError(f"boxes={boxes}: at least one box is drawn")
@@ -186,7 +183,7 @@ class Inspection:
             casts = sum(cast.what == "inserted" for cast in info.casts)
             decided.setdefault(id(eqn), (decision, casts))
         title = titled(self.name or "program", self.policy_name, self.device)
-        return picture(chart(self._graph, decided, boxes), title, graphviz)
+        return picture(chart(self._graph, decided, boxes), title)
 
     def _outputs(self) -> Counter[str]:
         """The casts of results to the policy's output format, counted by both formats."""
@@ -235,7 +232,7 @@ class Inspection:
             left = f"... and {len(jaxprs) - _SHOWN} more lines: .diff('jaxpr') has them all"
             jaxprs[_SHOWN:] = [[(left, "reason")]]
         more = [("explanation", self.explain().lines(all=True)), ("jaxprs", jaxprs)]
-        return inspection_page(self.plan, name, more, self.draw(graphviz=False).svg)
+        return inspection_page(self.plan, name, more, self.draw().svg)
 
     def __str__(self) -> str:
         return self.diff()

@@ -1,8 +1,7 @@
-"""Lines of styled text, rendered plain, for a terminal, or as HTML."""
+"""Lines of styled text, plain or for a terminal; `page.py` has them as HTML."""
 
 from __future__ import annotations
 
-import html
 import io
 import itertools
 import linecache
@@ -14,20 +13,16 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from precpass.jaxpr import Source
-from precpass.view.style import CSS
 
 __all__ = [
     "OFF",
     "Line",
-    "as_html",
     "cell_of",
     "heading",
-    "page",
     "plain",
     "rendered",
     "shown_path",
     "shown_source",
-    "spans",
     "titled",
     "width",
     "wrapped",
@@ -103,29 +98,6 @@ _SIGN = re.compile(r"[/\\,;.([=|\-]")
 def _pieces(styled: Iterable[tuple[str, str]]) -> Line:
     groups = itertools.groupby(styled, lambda piece: piece[1])
     return [("".join(char for char, _ in chars), style) for style, chars in groups]
-
-
-def as_html(lines: Iterable[Line]) -> str:
-    """The lines as a `pre` element, to stand in a `page`, which has the styles."""
-    return f"<pre>{chr(10).join(map(spans, lines))}</pre>"
-
-
-_FORMAT = re.compile(r"\b(f64|f32|bf16|f16)\b")
-
-
-def spans(line: Line) -> str:
-    """A line as HTML, each format in its own colour."""
-
-    def piece(text: str, style: str) -> str:
-        formatted = _FORMAT.sub(r'<b class="\1">\1</b>', html.escape(text))
-        return f'<span class="{style}">{formatted}</span>' if style else formatted
-
-    return "".join(piece(*part) for part in line)
-
-
-def page(body: str) -> str:
-    """A self-contained piece of HTML with the styles of this module."""
-    return f'<div class="precpass"><style>{CSS}</style>{body}</div>'
 
 
 def rendered(lines: Iterable[Line], color: bool | None, *, wraps: bool = True) -> str:

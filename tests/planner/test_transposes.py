@@ -434,7 +434,7 @@ def test_diff_explain_and_json_name_it():
 
     actions = {c["primitive"]: (c["action"], c["swapped"]) for c in changes(found.plan)}
     assert actions == {"dot_general": ("lower", True), "transpose": ("drop", False)}
-    assert "<svg" in found.draw(graphviz=False).svg
+    assert "<svg" in found.draw().svg
     assert "operands exchanged" in quiet(SWAPS, weight, X, G).diff(color=False)
     lines = [line for line in found.diff("jaxpr", color=False).splitlines() if line[:1] in "+-"]
     assert any("transpose" in line and line.startswith("-") for line in lines)

@@ -123,7 +123,7 @@ def test_the_explanation_is_that_of_the_plan(name):
 @each
 def test_the_picture_and_the_page_are_well_formed(name):
     _, _, found = inspected(name)
-    root = ET.fromstring(found.draw(graphviz=False).svg)
+    root = ET.fromstring(found.draw().svg)
     assert float(root.get("height")) < 4000
     assert "in low precision" in found._repr_html_()
 

@@ -16,7 +16,6 @@ import precpass as pp
 from precpass import jaxpr as ir
 from precpass.policy.precision import Precision
 from precpass.types import Action
-from precpass.view.diff import Section
 from precpass.view.rows import rows
 from tests.support import compositions
 from tests.support.jaxprs import walk
@@ -307,20 +306,6 @@ def test_one_line_per_source_line():
     assert re.match(
         r"  scan: 2 operands are passed in 16 bits too \(bf16\[8,8\] \(x2\)\), cast", lines[1]
     )
-
-
-def test_the_casts_of_equal_changes_are_gathered_in_one_list():
-    """A line of an unrolled model has thousands: a new list for each takes quadratic time."""
-    (info,) = pp.inspect(lambda x: x @ x)(X).plan.eqn_infos
-    section = Section()
-
-    def gathered():
-        section.add(info.source, "a change", info.casts)
-        ((_, casts),) = section.parts[info.source].values()
-        return casts
-
-    first = gathered()
-    assert gathered() is first and len(first) == 2 * len(info.casts) > 0
 
 
 def test_another_level_is_an_error():

@@ -1,12 +1,8 @@
-"""Pictures: what they count, where they are refused, and what Graphviz is given."""
+"""Pictures: what they count, where boxes and lines stand, and what is refused."""
 
 import html
-import os
+import itertools
 import re
-import shutil
-import stat
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 
 import jax
@@ -19,6 +15,7 @@ from precpass.view.rows import rows
 from tests.support.values import f32
 from tests.view import pictured
 from tests.view.pictured import ODD, layers, oddly_named
+from tests.view.test_snapshots import SNAPSHOTS
 
 X, W = f32(8, 8), f32(8, 8)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -45,7 +42,7 @@ def test_all_casts_are_drawn_those_of_borders_inside_and_what_is_stored_low_is_s
     assert at_borders
     casts = sum(len(row.info.casts) for row in rows(found.plan))
     stored = sum(row.decision.stores_low for row in rows(found.plan))
-    root = ET.fromstring(found.draw(graphviz=False, boxes=boxes).svg)
+    root = ET.fromstring(found.draw(boxes=boxes).svg)
     marks = [int(t.text) for t in root.iter(f"{SVG}text") if t.get("class") == "mark"]
     assert sum(marks) == casts
     titles = "".join("".join(t.itertext()) for t in root.iter(f"{SVG}title"))
@@ -56,7 +53,7 @@ def test_all_casts_are_drawn_those_of_borders_inside_and_what_is_stored_low_is_s
 @pytest.mark.parametrize("fn", [lambda x: x, lambda x: x[:0] @ jnp.zeros((8, 8)), jnp.sort])
 def test_odd_programs_are_drawn(fn):
     found = pp.inspect(fn, "AlwaysF32")(X)
-    assert ET.fromstring(found.draw(graphviz=False).svg).tag == f"{SVG}svg"
+    assert ET.fromstring(found.draw().svg).tag == f"{SVG}svg"
 
 
 @jax.custom_vjp
@@ -76,11 +73,61 @@ ENTERED = {
 def test_a_program_is_drawn_also_where_the_pass_is_switched_off(name):
     with pp.use_policy(None):
         found = pp.inspect(ENTERED[name])(X, W)
-    root = ET.fromstring(found.draw(graphviz=False).svg)
+    root = ET.fromstring(found.draw().svg)
     assert "dot_general" in texts(root)
     assert not {"low", "mixed"} & set(classes(root)) and "wide" in classes(root)
     text = content(found._repr_html_())
     assert "precpass is switched off" in text and "0 of 1 matrix product in low precision" in text
+
+
+def drawn(element, x=0.0, y=0.0):
+    """Each element of a picture with the place that it is moved to."""
+    if moved := re.match(r"translate\((\S+) (\S+)\)", element.get("transform", "")):
+        x, y = x + float(moved[1]), y + float(moved[2])
+    yield element, x, y
+    for child in element:
+        yield from drawn(child, x, y)
+
+
+def course(path, x, y):
+    """Points of a line, close to each other."""
+    at = (0.0, 0.0)
+    for kind, text in re.findall(r"([MLC])([^MLC]+)", path):
+        values = [float(n) for n in text.split()]
+        ends = list(zip(values[::2], values[1::2], strict=True))
+        corners = [at, *(ends if kind == "C" else [at, *ends, *ends])]
+        for step in range(kind != "M" and 33):
+            t = step / 32
+            weights = (1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t * t * (1 - t), t**3
+            yield tuple(
+                o + sum(w * c[i] for w, c in zip(weights, corners, strict=True))
+                for i, o in enumerate((x, y))
+            )
+        at = corners[-1]
+
+
+@pytest.mark.parametrize("name", [name for name in SNAPSHOTS if name.endswith(".svg")])
+def test_boxes_are_apart_and_no_line_runs_through_a_box_or_a_name(name):
+    boxes, names, lines = [], [], []
+    for element, x, y in drawn(ET.fromstring(SNAPSHOTS[name]())):
+        if element.get("class") == "box":
+            rect = element.find(f"{SVG}rect")
+            boxes.append((x, y, x + float(rect.get("width")), y + float(rect.get("height"))))
+        if element.get("class") == "name":
+            names.append((x + 10, y + 8, x + 10 + 7 * len(element.text), y + 17))
+        if element.tag == f"{SVG}path":
+            lines += course(element.get("d"), x, y)
+    for a, b in itertools.combinations(boxes, 2):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+    for left, top, right, bottom in (*boxes, *names):
+        assert not any(left + 1 < x < right - 1 and top + 1 < y < bottom - 1 for x, y in lines)
+
+
+def test_names_are_shown_as_they_are():
+    shown = texts(ET.fromstring(pp.inspect(oddly_named)(X, W).draw(boxes=200).svg))
+    # XML leaves out control characters and lone surrogates
+    assert {*ODD, "\ufffd", "\ufffd\ufffd\ufffd[31m", f"{'x' * 31}\u2026"} <= set(shown)
+    assert shown[0] == 'two\nlines\\" under AutoMixedBf16'
 
 
 def test_what_cannot_be_drawn_or_saved_is_refused(tmp_path):
@@ -93,75 +140,11 @@ def test_what_cannot_be_drawn_or_saved_is_refused(tmp_path):
 
 
 def test_a_picture_is_saved_and_shows_itself(tmp_path):
-    picture = pp.inspect(layers)(X, W).draw(graphviz=False)
+    picture = pp.inspect(layers)(X, W).draw()
     picture.save(tmp_path / "model.svg")
     assert (tmp_path / "model.svg").read_text() == picture.svg == picture._repr_svg_()
     assert "script" not in picture.svg and "http" not in picture.svg.replace(SVG[1:-1], "")
     assert "save" in repr(picture)
-
-
-def test_graphviz_is_used_where_it_is_installed(tmp_path, monkeypatch):
-    dot = tmp_path / "dot"
-    dot.write_text(f'#!/bin/sh\ncat > {tmp_path}/given\necho "<svg>$1</svg>"\n')
-    dot.chmod(dot.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    found = pp.inspect(layers)(X, W)
-    assert found.draw().svg == "<svg>-Tsvg</svg>\n"
-    given = (tmp_path / "given").read_text()
-    assert given.count("{") == given.count("}") and given.startswith("digraph {")
-    assert 'label="layer_1"' in given and given.count("dot_general") >= 4
-    assert "<svg>" not in found.draw(graphviz=False).svg
-    dot.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
-    with pytest.raises(RuntimeError, match="dot failed: broken"):
-        found.draw()
-
-
-def test_names_reach_graphviz_as_they_are(tmp_path, monkeypatch):
-    dot = tmp_path / "dot"
-    dot.write_text(f"#!/bin/sh\ncat > {tmp_path}/given\n")
-    dot.chmod(dot.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    pp.inspect(oddly_named)(X, W).draw(boxes=200)
-    given = (tmp_path / "given").read_bytes().decode("utf-8")
-    # graphviz's rules: a quote ends a string unless a backslash is before it, a label's
-    # backslash is an escape, and its ampersand begins an entity
-    strings = re.findall(r'label="((?:[^"\\]|\\.)*)"', given)
-    escapes = {"\\n": "\n", '\\"': '"', "\\\\": "\\"}
-    labels = [html.unescape(re.sub(r"\\.", lambda m: escapes[m[0]], s)) for s in strings]
-    assert labels[0].startswith('two\nlines\\" under')
-    assert set(ODD) <= set(labels)
-    assert "\ufffd" in labels and "\ufffd\ufffd\ufffd[31m" in labels
-    assert not re.search(r"[\x00-\x08\x0e-\x1f]", given)
-
-
-@pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz is not installed")
-def test_graphviz_itself_shows_names_as_they_are():
-    root = ET.fromstring(pp.inspect(oddly_named)(X, W).draw(graphviz=True, boxes=200).svg)
-    assert set(ODD) <= {text.text for text in root.iter(f"{SVG}text")}
-
-
-@pytest.mark.release
-def test_graphviz_is_spoken_to_in_utf_8_whatever_the_locale(tmp_path):
-    dot = tmp_path / "dot"
-    dot.write_text("#!/bin/sh\ncat\n")
-    dot.chmod(dot.stat().st_mode | stat.S_IXUSR)
-    code = """
-from precpass.view.picture.clusters import Chart
-from precpass.view.picture.svg import picture
-assert "\\u65e5" in picture(Chart(), "\\u65e5", True).svg
-"""
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PATH": path}
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, **plain}, check=True)
-
-
-def test_graphviz_that_is_not_installed_is_an_error_where_it_is_asked_for(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(RuntimeError, match="`dot` is not installed: install graphviz, or"):
-        pp.inspect(layers)(X, W).draw(graphviz=True)
-
-
-# ---------------------------------------------------------------- lines
 
 
 def content(page):

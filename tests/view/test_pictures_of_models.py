@@ -169,7 +169,7 @@ NAMES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_transformer_is_drawn_by_its_layers_once_for_each_direction(name):
     make, directions = CASES[name]
-    root = ET.fromstring(make().draw(graphviz=False).svg)
+    root = ET.fromstring(make().draw().svg)
     shown = texts(root)
     for layer in NAMES[name.partition(",")[0]]:
         assert shown.count(layer) >= directions, (layer, shown)
@@ -182,7 +182,7 @@ def test_a_transformer_is_drawn_by_its_layers_once_for_each_direction(name):
 
 
 def test_layers_of_equinox_have_their_names_and_numbers():
-    shown = texts(ET.fromstring(of_equinox(jax.grad).draw(graphviz=False, boxes=30).svg))
+    shown = texts(ET.fromstring(of_equinox(jax.grad).draw(boxes=30).svg))
     assert "model: Mlp" in shown
     assert shown.count("first: Linear") == 2 and shown.count("layer: Linear \u00d74") == 2
 
@@ -213,7 +213,7 @@ def test_a_layer_that_calls_jitted_functions_says_how_many_times_it_is_called():
         return x.sum()
 
     found = pp.inspect(eqx.filter_grad(loss))(blocks, jnp.ones((4, WIDTH)))
-    shown = texts(ET.fromstring(found.draw(graphviz=False).svg))
+    shown = texts(ET.fromstring(found.draw().svg))
     assert shown.count("block: EquinoxBlock \u00d76") == 2
     assert "mlp: MLP" in [text.removeprefix("self.") for text in shown]
 
@@ -229,7 +229,7 @@ def test_layers_of_one_shape_are_one_and_others_are_not():
     model = Stack()
     x = jnp.ones((4, 8))
     found = pp.inspect(model.apply)(jax.eval_shape(model.init, jax.random.key(0), x), x)
-    shown = texts(ET.fromstring(found.draw(graphviz=False, boxes=20).svg))
+    shown = texts(ET.fromstring(found.draw(boxes=20).svg))
     assert {"Dense_0 \u2026 Dense_3 \u00d74", "Dense_4", "Dense_5"} <= set(shown)
 
 
@@ -237,6 +237,6 @@ def test_under_a_rule_that_names_layers_each_layer_is_one_box():
     model = eqx.nn.MLP(8, 8, 16, depth=2, key=jax.random.key(0))
     policy = pp.AutoMixedBf16.with_rules(pp.Rule(module="layers/1", precision="f32"))
     inspection = pp.inspect(lambda model, x: jax.vmap(model)(x), policy)(model, jnp.ones((4, 8)))
-    shown = texts(ET.fromstring(inspection.draw(graphviz=False).svg))
+    shown = texts(ET.fromstring(inspection.draw().svg))
     assert {"layers", "0", "1", "2"} <= set(shown)
     assert not any("Linear" in text or "MLP" in text for text in shown)

@@ -33,12 +33,12 @@ TOKENS = jax.ShapeDtypeStruct((8,), jnp.int32)
 
 
 def picture(fn, *args, **options) -> str:
-    return pp.inspect(fn)(*args).draw(graphviz=False, **options).svg
+    return pp.inspect(fn)(*args).draw(**options).svg
 
 
 def page(shown) -> str:
-    """The HTML of a report, without style and picture, which are the same everywhere."""
-    text = re.sub("<(style|svg).*?</(style|svg)>", "", shown._repr_html_(), flags=re.DOTALL)
+    """The HTML of a report, without style, script and picture, which are the same everywhere."""
+    text = re.sub(r"<(style|svg|script)\b.*?</\1>", "", shown._repr_html_(), flags=re.DOTALL)
     return text.replace("><", ">\n<")
 
 

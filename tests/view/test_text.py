@@ -36,7 +36,7 @@ def test_a_cell_is_named_by_its_number_wherever_a_line_is(in_a_notebook):
         found.diff(color=False),
         found.diff("lines", color=False),
         found.explain().text(color=False),
-        found.draw(graphviz=False).svg,
+        found.draw().svg,
         found._repr_html_(),
         str(pp.bisect(in_a_notebook, "AutoMixedBf16", 1e-6)(x, x)),
     ]
@@ -79,7 +79,7 @@ def test_one_of_a_thing_is_no_plural():
     assert one.diff().endswith("; 1 cast inserted")
     assert "1 cast more than written" in one.explain().all
     assert "1 equation lowered" in repr(one.plan)
-    assert "1 cast inserted" in one.draw(graphviz=False).svg
+    assert "1 cast inserted" in one.draw().svg
 
 
 def test_an_equation_without_operands_has_a_signature():

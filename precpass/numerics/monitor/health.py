@@ -16,8 +16,8 @@ from precpass.jaxpr import Place
 from precpass.numerics.monitor.figures import MOST, NEVER, Figures, joined, none
 from precpass.policy.scopes import clean_scope
 from precpass.units import counted
-from precpass.view.sheet import Cell, Entry, bar, facts, sheet
-from precpass.view.text import Line, as_html, heading, page, plain, spans
+from precpass.view.page import Cell, as_html, bar, facts, page, sheet, title
+from precpass.view.text import Line, heading, plain
 
 __all__ = ["Health", "Seen"]
 
@@ -260,10 +260,10 @@ def _health_page(name: str, calls: str, seen: Sequence[Seen]) -> str:
         if n and what is not _FINE
     ]
     heads = ["equation", "state", "NaNs", "infs", "not finite", "lost", "largest", "smallest"]
-    entries = [_entry(i, seen[i], states[i]) for i in order]
+    rows = [_cells(i, seen[i], states[i]) for i in order]
+    groups = {what: [states[i] == what for i in order] for what in _STYLES}
     body = bar(counts, f"of {counted(len(seen), 'equation')}") + facts(shown)
-    body += sheet(heads, entries, groups=list(_STYLES))
-    return page(f'<div class="head">{spans([(name, "")])}</div>{body}')
+    return page(title(name) + body + sheet(heads, rows, texts=(0, 1), groups=groups))
 
 
 def _state(seen: Seen) -> str:
@@ -279,17 +279,16 @@ def _badness(seen: Seen, state: str) -> tuple[int, int]:
     return list(_STYLES).index(state), -seen.lost if state is _LOST else 0
 
 
-def _entry(at: int, seen: Seen, state: str) -> Entry:
+def _cells(at: int, seen: Seen, state: str) -> list[Cell]:
     scope = clean_scope(seen.place.scope)
     inside = [*([scope] if scope else []), *seen.place.inside]
     where = f" in {', '.join(inside)}" if inside else ""
     line = [(seen.place.primitive, "frame"), (f"{where}  ", "reason"), *heading(seen.place.source)]
     counts = seen.nans, seen.infinities, seen.nonfinite, seen.lost
     ends = (seen.largest, bool(seen.largest)), (seen.smallest, 0 < seen.smallest < float("inf"))
-    cells = [
-        Cell(line, f"{at:06d}"),
-        Cell([(state, _STYLES[state] if state is not _NEVER else "reason")], state),
-        *(Cell([(str(n or ""), "bad" if n else "")], float(n)) for n in counts),
-        *(Cell([(f"{x:.3g}" if known else "", "")], x if known else None) for x, known in ends),
+    return [
+        Cell(line, f"line {at:06d}"),
+        Cell([(state, _STYLES[state] if state is not _NEVER else "reason")]),
+        *(Cell([(str(n or ""), "bad")]) for n in counts),
+        *(Cell(f"{x:.3g}" if known else "") for x, known in ends),
     ]
-    return Entry(cells, frozenset([state]))

@@ -31,9 +31,9 @@ from precpass.report.audit.matching import Change
 from precpass.units import counted, listed
 from precpass.view.compiled import Compiled
 from precpass.view.inspection import Inspection
-from precpass.view.page import folded
+from precpass.view.page import as_html, folded, page
 from precpass.view.rows import alike, listed_sites, rows
-from precpass.view.text import Line, as_html, heading, page, rendered
+from precpass.view.text import Line, heading, rendered
 
 __all__ = ["Audit", "Finding", "audit"]
 

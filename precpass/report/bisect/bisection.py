@@ -10,8 +10,8 @@ from typing import Any
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.rules import Rule
 from precpass.report.bisect.places import Place, shown
-from precpass.view.page import folded, table
-from precpass.view.text import Line, as_html, page, plain
+from precpass.view.page import Cell, as_html, folded, page, sheet
+from precpass.view.text import Line, plain
 
 __all__ = ["Bisection", "Run", "listed"]
 
@@ -113,9 +113,9 @@ class Bisection:
 
     def _repr_html_(self) -> str:
         heads = ["run", "what", "rules", "low", "error", "check"]
-        cells = [run.cells() for run in self.runs]
+        cells = [list(map(Cell, run.cells())) for run in self.runs]
         parts = folded(self.verdict, as_html(self.lines()), is_open=True)
-        return page(parts + folded("runs", table(heads, cells)))
+        return page(parts + folded("runs", sheet(heads, cells, texts=(1, 2, 5))))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON values; rules and policy as they print."""

@@ -11,8 +11,8 @@ from precpass.report.compare.plot import Point, draw
 from precpass.report.compare.rows import Row, cells_of, error_figures, notes_of
 from precpass.report.compare.tables import aligned, for_json, framed, printed
 from precpass.units import counted
-from precpass.view.sheet import bar, facts, figures
-from precpass.view.text import Line, as_html, page, spans
+from precpass.view.page import as_html, bar, facts, figures, page, title
+from precpass.view.text import Line
 
 __all__ = ["REFERENCES", "Comparison", "Row"]
 
@@ -144,8 +144,8 @@ class Comparison:
         }
         shown = figures(head, rows, bad=groups[_BAD], groups=groups)
         notes = as_html([[(note, "reason")] for note in (*self._notes, self.conclusion)])
-        title = f'<div class="head">{spans([(self._title, "")])}</div>'
-        return page(title + self._bar(groups) + facts(self._facts()) + shown + notes)
+        above = title(self._title) + self._bar(groups) + facts(self._facts())
+        return page(above + shown + notes)
 
     def _bar(self, groups: dict[str, list[bool]]) -> str:
         """How many of the programs are worth a look."""

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
@@ -30,23 +30,23 @@ class Place:
 
     Attributes:
         row: its row in the graph.
-        order: its position in the order of execution.
         path: the layers, name scopes and loops around it, outermost first.
         source: its line.
         primitive: its primitive's name.
         made: the Python calls that made it.
         shapes: those of its operands.
         in_layers: how many parts of the path, at its end, are layers' calls and no name scopes.
+        entered: the equations with bodies that lead from the place before to this one.
     """
 
     row: int
-    order: int
     path: Path
     source: ir.Source
     primitive: str
     made: ir.Made
     shapes: tuple[Any, ...]
     in_layers: int
+    entered: tuple[int, ...]
 
 
 def places(graph: Graph) -> list[Place]:
@@ -56,25 +56,30 @@ def places(graph: Graph) -> list[Place]:
     for node in graph.bodies:
         around[id(node)] = _around(node, around, numbers)
     found: list[Place] = []
+    entered: tuple[int, ...] = ()
     for row in _executed(graph, 0, {0}):
+        if row in graph.children:
+            entered = (*entered, row)
+            continue
         eqn, node = graph.eqns[row], graph.bodies[int(graph.body[row])]
         path, made, in_layers = inside(around[id(node)], eqn)
         shapes = tuple(getattr(v.aval, "shape", ()) for v in eqn.invars)
         source, name = graph.source(row), eqn.primitive.name
-        found.append(Place(row, len(found), path, source, name, made, shapes, in_layers))
+        found.append(Place(row, path, source, name, made, shapes, in_layers, entered))
+        entered = ()
+    if found and entered:  # bodies without equations, at the end
+        found[-1] = dataclasses.replace(found[-1], entered=found[-1].entered + entered)
     return found
 
 
 def _executed(graph: Graph, body: int, seen: set[int]) -> Iterator[int]:
-    """The rows of equations without bodies in the order of execution, each once."""
+    """The rows of equations in the order of execution, each once; bodies follow theirs."""
     for row in range(graph.bodies[body].start, graph.bodies[body].stop):
-        if row not in graph.children:
-            yield row
-            continue
-        new = dict.fromkeys(child for _, child in graph.children[row] if child not in seen)
-        seen.update(new)
-        for child in new:
-            yield from _executed(graph, child, seen)
+        yield row
+        for _, child in graph.children.get(row, ()):
+            if child not in seen:
+                seen.add(child)
+                yield from _executed(graph, child, seen)
 
 
 def _around(
@@ -107,18 +112,10 @@ def _around(
 # ---------------------------------------------------------------- folding
 
 
-def folded(found: Sequence[Place], *, alone: bool) -> dict[int, Path]:
-    """For each row its path, in which repeated layers are one that says how many they are.
-
-    Args:
-        found: the places.
-        alone: whether only layers of one structure are one; otherwise all whose names differ in
-            their numbers alone.
-    """
-    structure = _structures(found) if alone else collections.defaultdict[Path, Any](int)
-    names = _names({place.path for place in found}, structure, _REPEATED if alone else 2)
-    paths = {place.row: names[place.path] for place in found}
-    return _counted(found, paths)
+def folded(found: Sequence[Place]) -> dict[int, Path]:
+    """For each row its path, in which repeated layers are one that says how many they are."""
+    names = _names(dict.fromkeys(place.path for place in found), _structures(found))
+    return _counted(found, {place.row: names[place.path] for place in found})
 
 
 def _structures(found: Sequence[Place]) -> dict[Path, Any]:
@@ -136,41 +133,26 @@ def _structures(found: Sequence[Place]) -> dict[Path, Any]:
     }
 
 
-def _names(paths: Iterable[Path], structure: dict[Path, Any], least: int) -> dict[Path, Path]:
+def _names(paths: Iterable[Path], structure: dict[Path, Any]) -> dict[Path, Path]:
     """For each path and all around it the path with repeated layers as one."""
-    prefixes = {path[:i] for path in paths for i in range(len(path) + 1)}
-    children: dict[Path, list[Path]] = collections.defaultdict(list)
-    for path in sorted(prefixes, key=lambda path: (len(path), _by_number(path))):
-        if path:
-            children[path[:-1]].append(path)
+    children: dict[Path, dict[Path, None]] = collections.defaultdict(dict)
+    for path in paths:
+        for i in range(len(path)):
+            children[path[:i]][path[: i + 1]] = None
     names: dict[Path, Path] = {(): ()}
-    for parent, below in children.items():  # shorter ones first
-        groups: dict[Any, list[Path]] = collections.defaultdict(list)
-        for path in below:
+    for parent in sorted(children, key=len):
+        groups: dict[tuple[str, Any], list[Path]] = collections.defaultdict(list)
+        for path in children[parent]:
             is_loop = " trips" in path[-1]
-            groups[path[-1] if is_loop else (_stem(path[-1]), structure[path])].append(path)
-        stems = Counter(key[0] for key in groups if isinstance(key, tuple))
-        for key, group in groups.items():
-            is_one = isinstance(key, tuple) and len(group) >= least
+            groups[path[-1] if is_loop else _stem(path[-1]), structure[path]].append(path)
+        stems = Counter(stem for stem, _ in groups)
+        for (stem, _), group in groups.items():
+            first, last = group[0][-1], group[-1][-1]
+            whole = stem if stems[stem] == 1 else f"{first} \u2026 {last}"
             for path in group:
-                label = path[-1]
-                if is_one:
-                    label = _together([p[-1] for p in group], whole=stems[key[0]] == 1)
+                label = f"{whole} \u00d7{len(group)}" if len(group) >= _REPEATED else path[-1]
                 names[path] = (*names[parent], label)
     return names
-
-
-def _by_number(path: Path) -> list[Any]:
-    return [
-        [(int(text), "") if text.isdecimal() else (-1, text) for text in re.split(r"(\d+)", part)]
-        for part in path
-    ]
-
-
-def _together(labels: Sequence[str], *, whole: bool) -> str:
-    if not whole:
-        return f"{labels[0]} \u2026 {labels[-1]} \u00d7{len(labels)}"
-    return f"{_stem(labels[0])} \u00d7{len(labels)}"
 
 
 def _stem(label: str) -> str:
@@ -211,7 +193,3 @@ def _mode(counts: Iterable[int]) -> int:
     """The most frequent count, and of several the smallest."""
     found = Counter(counts)
     return min(found, key=lambda n: (-found[n], n), default=1)
-
-
-Level = Callable[[Place], tuple[Path, Any, str]]
-"""For a place the path of its box, the box's key there, and its label."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.sax import saxutils
 
 from precpass.units import counted, sized
-from precpass.view.picture.clusters import Box, Chart
-from precpass.view.picture.layout import Frame, Layout, Line, Note, laid_out, short
+from precpass.view.picture.chart import Box, Chart
+from precpass.view.picture.layout import ENTRY, EXIT, NOTE, Line, Point, Thing, laid_out
+from precpass.view.picture.places import Path as Scopes
 from precpass.view.text import shown_source
 
 __all__ = ["Picture", "picture"]
@@ -78,6 +79,13 @@ def _sheet(rules: dict[str, str]) -> str:
 _STYLE = f"{_sheet(_RULES)}@media (prefers-color-scheme:dark){{{_sheet(_DARK_RULES)}}}"
 _NO_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _ROOM, _LEGEND_HEIGHT = 16.0, 30.0
+_LETTER, _SMALL_LETTER, _BESIDE = 7.3, 6.1, 5.0
+_HEIGHT, _NARROWEST, _LONGEST = 40.0, 72.0, 32
+_FEW = 4
+"""The most boxes of an area whose lines to another area are drawn one by one."""
+
+Unit = int | Scopes
+"""What stands in an area: a box, by its position in the chart, or an area, by its path."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,27 +115,150 @@ class Picture:
         return f"<Picture of {len(self.svg)} characters of SVG: .save(path) writes it>"
 
 
-def picture(chart: Chart, title: str, graphviz: bool | None) -> Picture:
-    """The picture of a chart.
+def picture(chart: Chart, title: str) -> Picture:
+    """The picture of a chart, with a title above it."""
+    svg, whole = _Drawing(chart).area((), range(len(chart.boxes)))
+    width = max(whole.width, _LEGEND_WIDTH, 7.5 * len(title)) + 2 * _ROOM
+    height = whole.height + 6 * _ROOM + _LEGEND_HEIGHT
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" class="precpass-picture" role="img" '
+        f"aria-label={saxutils.quoteattr(_legal(title))}>",
+        f"<style>{_STYLE}</style>",
+        f'<rect class="page" width="{width:.0f}" height="{height:.0f}"/>',
+        f'<text x="{_ROOM}" y="{_ROOM + 6}">{_escaped(title)}</text>',
+        _moved((width - whole.width) / 2, 2 * _ROOM + 8, svg),
+        *_legend(height - _LEGEND_HEIGHT - 2 * _ROOM),
+        "</svg>",
+    ]
+    return Picture("\n".join(parts))
 
-    Args:
-        chart: what is drawn.
-        title: the text above it.
-        graphviz: whether graphviz's `dot` lays it out; None for `dot` if it is installed.
 
-    Raises:
-        RuntimeError: if `dot` is asked for and not installed, or fails.
-    """
-    dot = shutil.which("dot") if graphviz is not False else None
-    if graphviz and dot is None:
-        raise RuntimeError(
-            "graphviz's `dot` is not installed: install graphviz, or leave out graphviz=True for "
-            "precpass's own layout"
+class _Drawing:
+    """The parts of a picture, from the innermost areas outwards."""
+
+    def __init__(self, chart: Chart) -> None:
+        self.boxes = chart.boxes
+        total = sum(box.moved for box in chart.boxes)
+        self.shares = [box.moved / total if total else 0.0 for box in chart.boxes]
+        self.edges: dict[Scopes, dict[Line, None]] = collections.defaultdict(dict)
+        self.values: dict[Unit, dict[tuple[int, str], float]] = collections.defaultdict(dict)
+        self.bundles: set[Line] = set()
+        between: dict[tuple[Scopes, Unit, Unit], list[tuple[int, int]]] = {}
+        for a, b in sorted(chart.edges):
+            depth = _shared(self.boxes[a].path, self.boxes[b].path)
+            around = self.boxes[a].path[:depth]
+            edge = self._unit(a, depth), self._unit(b, depth)
+            between.setdefault((around, *edge), []).append((a, b))
+        for (around, start, end), pairs in between.items():
+            self.edges[around][start, end] = None
+            values = {(a, name): size for a, b in pairs for name, size in chart.edges[a, b].items()}
+            if isinstance(start, tuple) and len({a for a, _ in pairs}) > _FEW:
+                self.bundles.add((start, end))
+                self.values[start] |= values
+                continue
+            for (a, name), size in values.items():
+                self.values[a][a, name] = size
+            for a, b in pairs:
+                self._lead(a, b, len(around))
+
+    def _lead(self, a: int, b: int, depth: int) -> None:
+        """Adds the line from a box to another in the areas that only one of them stands in."""
+        out, into = self.boxes[a].path, self.boxes[b].path
+        for i in range(depth + 1, len(out) + 1):
+            self.edges[out[:i]][self._unit(a, i), EXIT] = None
+        for i in range(depth + 1, len(into) + 1):
+            self.edges[into[:i]][ENTRY, self._unit(b, i)] = None
+
+    def _unit(self, box: int, depth: int) -> Unit:
+        """What stands for a box in the area around it of this depth: itself, or an area inside."""
+        path = self.boxes[box].path
+        return path[: depth + 1] if len(path) > depth else box
+
+    def _note(self, unit: Unit) -> str:
+        """The text below a thing: a box's largest value for others, or the size of a bundle."""
+        values = self.values.get(unit, {})
+        if not isinstance(unit, int):
+            size = sized(sum(values.values()))
+            return f"{counted(len(values), 'value')}, {size}" if values else ""
+        first, *others = sorted(values, key=lambda value: (-values[value], value)) or [(0, "")]
+        return f"{first[1]} +{len(others)}" if others else first[1]
+
+    def area(self, path: Scopes, members: Sequence[int]) -> tuple[str, Thing]:
+        """What is in an area, and its layout."""
+        units: dict[Unit, list[int]] = collections.defaultdict(list)
+        for i in members:
+            units[self._unit(i, len(path))].append(i)
+        drawn = {
+            unit: self._box(unit) if isinstance(unit, int) else self._scope(unit, inside)
+            for unit, inside in units.items()
+        }
+        things = {unit: thing for unit, (_, thing) in drawn.items()}
+        name = _LETTER * len(_short(path[-1])) if path else None
+        laid = laid_out(things, self.edges[path], name)
+        parts = [_line(laid.back, " back")] if laid.back else []
+        for (a, b), points in laid.lines.items():  # that to an area goes on to a box in it
+            is_bundle = (a, b) in self.bundles
+            style, has_tip = " thick" * is_bundle, is_bundle or isinstance(b, int)
+            parts.append(_line(points, style, has_tip=has_tip))
+        for unit, (x, y) in laid.corners.items():
+            parts.append(_moved(x, y, drawn[unit][0]))
+            if note := self._note(unit):
+                x, y = x + things[unit].exit + _BESIDE, y + things[unit].height + 12
+                parts.append(f'<text class="note" x="{x:.1f}" y="{y:.1f}">{_escaped(note)}</text>')
+        return "\n".join(parts), laid
+
+    def _noted(self, unit: Unit, thing: Thing) -> Thing:
+        """A thing with the room of the text below it."""
+        if not (note := self._note(unit)):
+            return thing
+        room = max(thing.width, thing.exit + _BESIDE + _SMALL_LETTER * len(note) + 2)
+        return dataclasses.replace(thing, room=room, depth=thing.height + NOTE)
+
+    def _scope(self, path: Scopes, members: Sequence[int]) -> tuple[str, Thing]:
+        svg, laid = self.area(path, members)
+        frame = (
+            f'<g class="around"><title>{_escaped(path[-1])}</title><rect class="scope" '
+            f'width="{laid.width:.1f}" height="{laid.height:.1f}" rx="10"/></g>\n{svg}\n'
+            f'<text class="name" x="10" y="16">{_escaped(_short(path[-1]))}</text>'
         )
-    return Picture(_by_graphviz(dot, chart, title) if dot else _svg(chart, title))
+        return frame, self._noted(path, laid)
+
+    def _box(self, unit: int) -> tuple[str, Thing]:
+        box, share = self.boxes[unit], self.shares[unit]
+        several = box.formats.total() > 1 and box.products
+        low = f"{box.low}/{box.products} low, " if several else ""
+        texts = _short(box.label), low + (f"{100 * share:.0f}%" if share >= 0.005 else "<1%")
+        letters = max(_LETTER * len(texts[0]), _SMALL_LETTER * len(texts[1]))
+        width = max(_NARROWEST, letters + 28)
+        # By the root of its share, so that a hundredth is still seen.
+        opacity = _FAINTEST + (1 - _FAINTEST) * min(1.0, 2 * share) ** 0.5
+        middle = f'x="{width / 2:.1f}" text-anchor="middle"'
+        parts = [
+            f'<g class="box"><title>{_escaped(_details(box, share))}</title>',
+            f'<rect class="{_tone(box)}" fill-opacity="{opacity:.2f}" width="{width:.1f}" '
+            f'height="{_HEIGHT:.0f}" rx="6"/>',
+            f'<text {middle} y="17">{_escaped(texts[0])}</text>',
+            f'<text class="more" {middle} y="31">{_escaped(texts[1])}</text>',
+        ]
+        if box.casts:
+            across = max(8.0, 3.1 * len(str(box.casts)) + 3)  # the number's letters are 5.4 wide
+            at = f'x="{width - 3:.1f}" y="6" text-anchor="middle"'
+            parts.append(
+                f'<ellipse class="cast" cx="{width - 3:.1f}" cy="3" rx="{across:.1f}" ry="8"/>'
+                f'<text class="mark" {at}>{box.casts}</text>'
+            )
+        thing = Thing(width, _HEIGHT, width / 2, width / 2, width, _HEIGHT, unit)
+        return "\n".join([*parts, "</g>"]), self._noted(unit, thing)
 
 
-def tone(box: Box) -> str:
+def _shared(a: Scopes, b: Scopes) -> int:
+    """How many areas are around both of two paths."""
+    pairs = zip(a, b, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _tone(box: Box) -> str:
     """The precision of most of a box's bytes: "low", "mixed", "wide" or "other".
 
     That of a box with products is "low" if all of them are low, and "mixed" if some are.
@@ -137,25 +268,6 @@ def tone(box: Box) -> str:
     if not box.formats:
         return "other"
     return "low" if box.moved_low > box.moved / 2 else "wide"
-
-
-def _shares(chart: Chart) -> list[float]:
-    """Each box's share of the bytes that are read and written."""
-    total = sum(box.moved for box in chart.boxes)
-    return [box.moved / total if total else 0.0 for box in chart.boxes]
-
-
-def _opacity(share: float) -> float:
-    """That of a box: by the root of its share, so that a hundredth is still seen."""
-    return _FAINTEST + (1 - _FAINTEST) * min(1.0, 2 * share) ** 0.5
-
-
-def _text(box: Box, share: float) -> tuple[str, str]:
-    """The two lines in a box: its label, and how much of it is low and of the bytes."""
-    several = box.formats.total() > 1
-    low = f"{box.low}/{box.products} low, " if several and box.products else ""
-    percent = f"{100 * share:.0f}%" if share >= 0.005 else "<1%"
-    return short(box.label), f"{low}{percent}"
 
 
 def _details(box: Box, share: float) -> str:
@@ -168,8 +280,11 @@ def _details(box: Box, share: float) -> str:
     return f"{'/'.join((*box.path, box.label))}\n{formats}{moved}{casts}\n{lines}".strip()
 
 
-def escape(text: str) -> str:
-    """Text, escaped for XML."""
+def _short(label: str) -> str:
+    return label if len(label) <= _LONGEST else label[: _LONGEST - 1] + "\u2026"
+
+
+def _escaped(text: str) -> str:
     return saxutils.escape(_legal(text))
 
 
@@ -178,85 +293,24 @@ def _legal(text: str) -> str:
     return _NO_XML.sub("\ufffd", text)
 
 
-def _svg(chart: Chart, title: str) -> str:
-    shares = _shares(chart)
-    texts = [_text(box, share) for box, share in zip(chart.boxes, shares, strict=True)]
-    layout = laid_out(chart, texts, _ROOM, 2 * _ROOM + 8)
-    least = max(_LEGEND_WIDTH, 7.5 * len(title))
-    shift = max(0.0, (least - layout.width) / 2)
-    layout = laid_out(chart, texts, _ROOM + shift, 2 * _ROOM + 8) if shift else layout
-    width = max(layout.width, least) + 2 * _ROOM
-    height = layout.height + 6 * _ROOM + _LEGEND_HEIGHT
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-            f'viewBox="0 0 {width:.0f} {height:.0f}" class="precpass-picture" role="img" '
-            f"aria-label={saxutils.quoteattr(_legal(title))}>",
-            f"<style>{_STYLE}</style>",
-            f'<rect class="page" width="{width:.0f}" height="{height:.0f}"/>',
-            f'<text x="{_ROOM}" y="{_ROOM + 6}">{escape(title)}</text>',
-            *map(_scope, layout.scopes),
-            *map(_edge, layout.lines),
-            *map(_note, layout.notes),
-            *map(_name, layout.scopes),
-            *_boxes(chart, layout, texts, shares),
-            *_legend(height - _LEGEND_HEIGHT - 2 * _ROOM),
-            "</svg>",
-        ]
-    )
+def _moved(x: float, y: float, svg: str) -> str:
+    return f'<g transform="translate({x:.1f} {y:.1f})">\n{svg}\n</g>'
 
 
-def _boxes(
-    chart: Chart, layout: Layout, texts: Sequence[tuple[str, str]], shares: Sequence[float]
-) -> Iterator[str]:
-    for i, box in enumerate(chart.boxes):
-        at, (first, second) = layout.boxes[i], texts[i]
-        yield f'<g class="box"><title>{escape(_details(box, shares[i]))}</title>'
-        yield (
-            f'<rect class="{tone(box)}" fill-opacity="{_opacity(shares[i]):.2f}" x="{at.x:.1f}" '
-            f'y="{at.y:.1f}" width="{at.width:.1f}" height="{at.height:.1f}" rx="6"/>'
-        )
-        middle = f'x="{at.x + at.width / 2:.1f}" text-anchor="middle"'
-        yield f'<text {middle} y="{at.y + 17:.1f}">{escape(first)}</text>'
-        yield f'<text class="more" {middle} y="{at.y + 31:.1f}">{escape(second)}</text>'
-        if box.casts:
-            x, y = at.x + at.width - 3, at.y + 3
-            across = max(8.0, 3.1 * len(str(box.casts)) + 3)  # the number's letters are 5.4 wide
-            yield f'<ellipse class="cast" cx="{x:.1f}" cy="{y:.1f}" rx="{across:.1f}" ry="8"/>'
-            at_middle = f'x="{x:.1f}" y="{y + 3:.1f}" text-anchor="middle"'
-            yield f'<text class="mark" {at_middle}>{box.casts}</text>'
-        yield "</g>"
-
-
-def _scope(frame: Frame) -> str:
-    return (
-        f'<g class="around"><title>{escape(frame.label)}</title>'
-        f'<rect class="scope" x="{frame.x:.1f}" y="{frame.y:.1f}" '
-        f'width="{frame.width:.1f}" height="{frame.height:.1f}" rx="10"/></g>'
-    )
-
-
-def _name(frame: Frame) -> str:
-    at = f'x="{frame.x + 10:.1f}" y="{frame.y + 16:.1f}"'
-    return f'<text class="name" {at}>{escape(short(frame.label))}</text>'
-
-
-def _note(note: Note) -> str:
-    return f'<text class="note" x="{note.x:.1f}" y="{note.y:.1f}">{escape(note.text)}</text>'
-
-
-def _edge(line: Line) -> str:
-    (_, x, y), *steps = line.steps
+def _line(points: Sequence[Point], style: str, *, has_tip: bool = True) -> str:
+    """A line through points, straight where they are above or beside each other."""
+    (x, y), *_ = points
     path = f"M{x:.1f} {y:.1f}"
-    for kind, x2, y2 in steps:
+    for (x, y), (x2, y2) in itertools.pairwise(points):
         bend = (y2 - y) / 2
         curve = f"C{x:.1f} {y + bend:.1f} {x2:.1f} {y2 - bend:.1f} {x2:.1f} {y2:.1f}"
-        path += curve if kind == "C" else f"L{x2:.1f} {y2:.1f}"
-        x, y = x2, y2
-    style = "edge" + " back" * line.back + " thick" * line.thick
+        if (x, y) != (x2, y2):
+            path += f"L{x2:.1f} {y2:.1f}" if x == x2 or y == y2 else curve
+    x, y = points[-1]
     # Every line ends downwards. A marker would be looked up by its name in the whole page.
     tip = f"{x:.1f},{y:.1f} {x - 3.5:.1f},{y - 7.5:.1f} {x + 3.5:.1f},{y - 7.5:.1f}"
-    return f'<path class="{style}" d="{path}"/><polygon class="tip" points="{tip}"/>'
+    head = f'<polygon class="tip" points="{tip}"/>' if has_tip else ""
+    return f'<path class="edge{style}" d="{path}"/>{head}'
 
 
 def _legend(y: float) -> Iterator[str]:
@@ -269,60 +323,3 @@ def _legend(y: float) -> Iterator[str]:
     yield f'<text x="{x + 20:.0f}" y="{y + 11:.0f}">casts</text>'
     for i, text in enumerate(_MEANING):
         yield f'<text class="more" x="{_ROOM:.0f}" y="{y + 30 + 13 * i:.0f}">{text}</text>'
-
-
-# ---------------------------------------------------------------- graphviz
-
-
-def dot_text(chart: Chart, title: str) -> str:
-    """The chart in graphviz's language."""
-    lines = ["digraph {", f"label={_quoted(title)}; labelloc=t; fontname=monospace;"]
-    lines.append('node [shape=box style="rounded,filled" fontname=monospace fontsize=11];')
-    lines.append("edge [fontname=monospace fontsize=9];")
-    lines += _cluster(chart, (), list(range(len(chart.boxes))), "cluster")
-    for (a, b), types in sorted(chart.edges.items()):
-        (first, _), *others = types
-        text = f"{first} +{len(others)}" if others else first
-        lines.append(f"n{a} -> n{b} [label={_quoted(text)}];")
-    return "\n".join([*lines, "}"])
-
-
-def _cluster(chart: Chart, path: tuple[str, ...], members: list[int], name: str) -> Iterator[str]:
-    inner: dict[str, list[int]] = {}
-    shares = _shares(chart)
-    for i in members:
-        box = chart.boxes[i]
-        if len(box.path) > len(path):
-            inner.setdefault(box.path[len(path)], []).append(i)
-            continue
-        text = "  ".join(_text(box, shares[i]))
-        text += f"  ({counted(box.casts, 'cast')})" if box.casts else ""
-        alpha = f"{round(255 * _opacity(shares[i])):02x}"
-        color, tip = _COLORS[tone(box)][0] + alpha, _quoted(_details(box, shares[i]))
-        yield f'n{i} [label={_quoted(text)} fillcolor="{color}" tooltip={tip}];'
-    for at, (label, inside) in enumerate(inner.items()):
-        tip = _quoted(label)
-        yield f"subgraph {name}_{at} {{ label={_quoted(short(label))}; tooltip={tip}; style=dashed;"
-        yield from _cluster(chart, (*path, label), inside, f"{name}_{at}")
-        yield "}"
-
-
-def _quoted(text: str) -> str:
-    # In a label graphviz interprets escapes such as \N and entities such as &lt;.
-    escapes = {"\\": "\\\\", '"': '\\"', "&": "&amp;", "\n": "\\n", "\r": "\\n"}
-    return f'"{_legal(text).translate(str.maketrans(escapes))}"'
-
-
-def _by_graphviz(dot: str, chart: Chart, title: str) -> str:
-    # dot reads and writes UTF-8 in every locale.
-    run = subprocess.run(
-        [dot, "-Tsvg"],
-        input=dot_text(chart, title),
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        check=False,
-    )
-    if run.returncode:
-        raise RuntimeError(f"graphviz's dot failed: {run.stderr.strip()}")
-    return run.stdout

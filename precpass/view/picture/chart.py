@@ -5,17 +5,25 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.analysis.sizes import nbytes
 from precpass.plan.plan import Action, Decision
+from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
-from precpass.view.picture.places import Level, Path, Place, folded, places
+from precpass.view.picture.places import Path, Place, folded, places
 
 __all__ = ["Box", "Chart", "chart"]
+
+
+Decided = dict[int, tuple[Decision, int]]
+"""For each equation, by its id, the decision and the number of casts that are listed with it."""
+
+Level = Callable[[Place], tuple[Path, Any, str]]
+"""For a place the path of its box, the box's key there, and its label."""
 
 
 @dataclasses.dataclass
@@ -25,7 +33,6 @@ class Box:
     Attributes:
         label: an equation's primitive, a source line, or the name of a layer or scope.
         path: the layers, name scopes and loops around it, outermost first.
-        first: the position of its first equation in the order of execution.
         formats: the number of equations that run in each format.
         low, products: the number of its low products, and of all its products.
         casts: the number of casts that the rewrite adds. An equation with bodies is drawn as
@@ -39,7 +46,6 @@ class Box:
 
     label: str
     path: Path
-    first: int
     formats: Counter[str] = dataclasses.field(default_factory=Counter)
     low: int = 0
     products: int = 0
@@ -50,10 +56,6 @@ class Box:
     moved_low: float = 0.0
 
 
-Types = tuple[tuple[str, float], ...]
-"""The types of values and their bytes, each once, the largest first."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Chart:
     """What is drawn.
@@ -61,23 +63,23 @@ class Chart:
     Attributes:
         boxes: in the order of execution of their first equations.
         edges: for each pair of positions in `boxes`, of which the second box reads a result of
-            the first, the types of what it reads.
+            the first, the types of what it reads and their bytes.
     """
 
     boxes: tuple[Box, ...] = ()
-    edges: Mapping[tuple[int, int], Types] = dataclasses.field(default_factory=dict)
+    edges: Mapping[tuple[int, int], dict[str, float]] = dataclasses.field(default_factory=dict)
 
 
-def chart(graph: Graph, decided: dict[int, tuple[Decision, int]], limit: int) -> Chart:
+def chart(graph: Graph, decided: Decided, limit: int) -> Chart:
     """The dataflow of a program in at most `limit` boxes, if that is possible.
 
     These levels are tried in order: one box per equation; in programs without layers one per scope
-    and line, then the same with scopes merged that differ only in their numbers (layer_0,
-    layer_1); then one box per layer, with repeated layers as one, from the innermost outwards.
+    and line; then one box per layer, from the innermost outwards. Both have repeated scopes and
+    layers as one.
 
     Args:
         graph: that of the original program.
-        decided: for each equation, by its id, the decision and the number of casts there.
+        decided: what the plan says of its equations.
         limit: the largest number of boxes.
     """
     found = places(graph)
@@ -94,14 +96,11 @@ def chart(graph: Graph, decided: dict[int, tuple[Decision, int]], limit: int) ->
 
 def _levels(found: list[Place]) -> Iterator[Level]:
     yield lambda p: (p.path, p.row, p.primitive)
+    paths = folded(found)
     if not any(p.made.has_scopes or p.in_layers for p in found):
-        yield lambda p: (p.path, p.source, _line(p))
-        many = folded(found, alone=False)
-        yield lambda p: (many[p.row], p.source, _line(p))
-    depth = max((len(place.path) for place in found), default=0)
-    for d in range(depth, -1, -1):
-        for alone in (True, False):
-            yield _layers(found, folded(found, alone=alone), d)
+        yield lambda p: (paths[p.row], p.source, _line(p))
+    depth = max((len(path) for path in paths.values()), default=0)
+    yield from (_layers(found, paths, d) for d in range(depth, -1, -1))
 
 
 def _layers(found: list[Place], paths: dict[int, Path], depth: int) -> Level:
@@ -132,23 +131,9 @@ def _line(place: Place) -> str:
     return f"{source.function}:{source.line}" if source.file else place.primitive
 
 
-def _first_inside(graph: Graph, row: int, drawn: Collection[int]) -> int:
-    """The first drawn equation inside another one, or the one before it if nothing is inside."""
-    todo = [row]
-    while todo:
-        at = todo.pop()
-        if at in drawn:
-            return at
-        bodies = [graph.bodies[child] for _, child in graph.children.get(at, ())]
-        todo += [
-            inner for node in reversed(bodies) for inner in reversed(range(node.start, node.stop))
-        ]
-    return max((other for other in drawn if other < row), default=next(iter(drawn)))
-
-
 def _merged(
     graph: Graph,
-    decided: dict[int, tuple[Decision, int]],
+    decided: Decided,
     found: list[Place],
     keys: dict[int, tuple[Path, Any, str]],
 ) -> Chart:
@@ -157,7 +142,7 @@ def _merged(
     for place in found:
         path, key, label = keys[place.row]
         position[place.row] = (path, key)
-        box = boxes.setdefault((path, key), Box(label, path, place.order))
+        box = boxes.setdefault((path, key), Box(label, path))
         eqn = graph.eqns[place.row]
         decision, casts = decided[id(eqn)]
         if decision.compute is not None:
@@ -168,13 +153,10 @@ def _merged(
         moved = _moved(eqn, decision) * float(graph.calls[place.row])
         box.moved += moved
         box.moved_low += moved * (str(decision.compute) in ("bf16", "f16"))
-        box.casts += casts
+        box.casts += casts + sum(decided[id(graph.eqns[row])][1] for row in place.entered)
         box.stored += decision.stores_low
         if place.source.file:
             box.lines[place.source] += 1
-    for row in graph.children if position else ():
-        if (casts := decided[id(graph.eqns[row])][1]) > 0:
-            boxes[position[_first_inside(graph, row, position)]].casts += casts
     index = {key: i for i, key in enumerate(boxes)}
     read: dict[tuple[int, int], set[int]] = collections.defaultdict(set)
     for value, reader in _flow(graph, set(position)):
@@ -187,26 +169,20 @@ def _merged(
 
 def _moved(eqn: Any, decision: Decision) -> float:
     """The bytes of an equation's operands and results, in the formats in which it has them."""
-    lowered = decision.action is Action.LOWER and decision.compute is not None
-    size = decision.compute.dtype.itemsize if lowered and decision.compute is not None else 0
+    operands = decision.compute if decision.action is Action.LOWER else None
+    read = sum(_bytes(v.aval, operands) for v in eqn.invars)
     stored = dict(enumerate(decision.stored))
-    total = 0.0
-    for v in eqn.invars:
-        total += _bytes(v.aval, size)
-    for i, v in enumerate(eqn.outvars):
-        precision = stored.get(i)
-        total += _bytes(v.aval, 0 if precision is None else precision.dtype.itemsize)
-    return total
+    return read + sum(_bytes(v.aval, stored.get(i)) for i, v in enumerate(eqn.outvars))
 
 
-def _bytes(aval: Any, size: int) -> float:
-    own = nbytes(aval)
-    if not size or ir.precision_of(aval) is None:
-        return own
-    return own * size / aval.dtype.itemsize
+def _bytes(aval: Any, precision: Precision | None) -> float:
+    """The bytes of a value, in another format if it is a number and there is one."""
+    if precision is None or ir.precision_of(aval) is None:
+        return nbytes(aval)
+    return nbytes(aval) * precision.dtype.itemsize / aval.dtype.itemsize
 
 
-def _types(graph: Graph, decided: dict[int, tuple[Decision, int]], values: set[int]) -> Types:
+def _types(graph: Graph, decided: Decided, values: set[int]) -> dict[str, float]:
     sizes: dict[str, float] = {}
     for value in values:
         var, _ = graph.values[value]
@@ -214,9 +190,8 @@ def _types(graph: Graph, decided: dict[int, tuple[Decision, int]], values: set[i
         stored = dict(zip(eqn.outvars, decided[id(eqn)][0].stored, strict=False)).get(var)
         dtype = stored or ir.precision_of(var.aval) or getattr(var.aval, "dtype", "")
         shape = ",".join(map(str, getattr(var.aval, "shape", ())))
-        size = 0 if stored is None else stored.dtype.itemsize
-        sizes[f"{dtype}[{shape}]"] = _bytes(var.aval, size)
-    return tuple(sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0])))
+        sizes[f"{dtype}[{shape}]"] = _bytes(var.aval, stored)
+    return sizes
 
 
 def _flow(graph: Graph, drawn: set[int]) -> set[tuple[int, int]]:
