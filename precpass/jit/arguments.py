@@ -12,7 +12,7 @@ import jax
 import jax.core
 
 from precpass import jaxpr as ir
-from precpass.jit.nnx import is_node
+from precpass.jit.nnx import has_nodes, is_node
 from precpass.jit.static_leaves import found_in, refusal
 
 __all__ = [
@@ -22,13 +22,15 @@ __all__ = [
     "arguments",
     "copied",
     "dynamic_leaves",
-    "holds_static",
-    "may_hold_numbers",
+    "holds_modules",
+    "needs_steps",
     "results",
     "unwrapped",
 ]
 
 # ---------------------------------------------------------------- leaves
+
+_NUMBERS = (bool, int, float, complex)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -101,6 +103,37 @@ def copied(tree: Any, *, arrays: bool = True) -> Any:
     return jax.tree.map(copy, tree, is_leaf=is_node)
 
 
+def _is_module(x: Any) -> bool:
+    """Whether a value is an equinox module."""
+    module = getattr(sys.modules.get("equinox"), "Module", None)  # None while it is loading
+    return module is not None and isinstance(x, module)
+
+
+def _is_taken(x: Any) -> bool:
+    return isinstance(x, jax.Array) or ir.is_valid(x)
+
+
+def _map_refused(fn: Callable[[Any, Any], Any], tree: Any) -> Any:
+    """A tree with `fn(path, leaf)` in the place of each leaf that is not traced.
+
+    jit refuses it; or it is a number in an equinox module, such as `Dropout.inference`, by which
+    the module's own code branches, or a rate, which `equinox.filter_grad` would train.
+    """
+
+    def at(path: Any, x: Any) -> Any:
+        if not _is_module(x):
+            return x if is_node(x) or _is_taken(x) else fn(path, x)
+        return jax.tree_util.tree_map_with_path(
+            lambda inner, y: (
+                fn((*path, *inner), y) if type(y) in _NUMBERS else at((*path, *inner), y)
+            ),
+            x,
+            is_leaf=is_node,
+        )
+
+    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=lambda x: is_node(x) or _is_module(x))
+
+
 # ---------------------------------------------------------------- arguments
 
 
@@ -156,6 +189,12 @@ class Declared:
             {k: static(x) if k in self._names else fn(x, k) for k, x in kwargs.items()},
         )
 
+    def each(self, args: Any, kwargs: Any) -> list[Any]:
+        """The arguments that are not declared static."""
+        found: list[Any] = []
+        self.map(lambda x, _: found.append(x), args, kwargs)
+        return found
+
     def _name(self, position: int) -> str:
         for i, parameter in enumerate(self._parameters):
             if parameter.kind is inspect.Parameter.VAR_POSITIONAL and i <= position:
@@ -179,69 +218,25 @@ def arguments(declared: Declared, name: str, args: Any, kwargs: Any) -> tuple[An
     """
 
     def wrap(argument: Any, label: str) -> Any:
-        def leaf(path: Any, x: Any, in_module: bool) -> Any:
-            if not _is_static(x, in_module):
-                return x
+        def leaf(path: Any, x: Any) -> Any:
             why = refusal(x)
             if why is not None:
                 raise TypeError(f"{name} was given {label}{jax.tree_util.keystr(path)}{why}")
             return Static(x)
 
-        return _map_leaves(leaf, argument)
+        return _map_refused(leaf, argument)
 
     return declared.map(wrap, args, kwargs)
 
 
-def holds_static(argument: Any) -> bool:
-    """Whether an argument has leaves that are static though nobody declared them so."""
-    found = False
-
-    def look(_path: Any, x: Any, in_module: bool) -> Any:
-        nonlocal found
-        found = found or _is_static(x, in_module)
-        return x
-
-    _map_leaves(look, argument)
-    return found
+def holds_modules(tree: Any) -> bool:
+    """Whether there are modules of flax nnx or equinox in a tree."""
+    return has_nodes(tree) or any(map(_is_module, jax.tree.leaves(tree, is_leaf=_is_module)))
 
 
-def _is_static(x: Any, in_module: bool) -> bool:
-    # jit would trace a number of an equinox module: `Dropout.inference`, by which the module's own
-    # code branches, or a rate, which `equinox.filter_grad` would train. `equinox.filter_jit` keeps
-    # it, as all that is no array.
-    if is_node(x):
-        return False
-    if in_module and type(x) in (bool, int, float, complex):
-        return True
-    return not (isinstance(x, jax.Array) or ir.is_valid(x))
-
-
-def _map_leaves(fn: Callable[[Any, Any, bool], Any], tree: Any) -> Any:
-    """A tree with each leaf, or node of flax nnx, as `fn(path, leaf, in_module)` gives it."""
-
-    def at(path: Any, x: Any) -> Any:
-        if not _is_module(x):
-            return fn(path, x, False)
-        return jax.tree_util.tree_map_with_path(
-            lambda inner, y: fn((*path, *inner), y, True), x, is_leaf=is_node
-        )
-
-    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=lambda x: is_node(x) or _is_module(x))
-
-
-def _is_module(x: Any) -> bool:
-    """Whether a value is an equinox module."""
-    module = getattr(sys.modules.get("equinox"), "Module", None)  # None while it is loading
-    return module is not None and isinstance(x, module)
-
-
-def may_hold_numbers(tree: Any) -> bool:
-    """Whether a module in traced arguments has a scalar, which may have been a number."""
-    if "equinox" not in sys.modules:
-        return False
-    found = jax.tree.leaves(tree, is_leaf=lambda x: _is_module(x) or is_node(x))
-    leaves = jax.tree.leaves([x for x in found if _is_module(x)], is_leaf=is_node)
-    return any(isinstance(x, jax.core.Tracer) and x.shape == () for x in leaves)
+def needs_steps(tree: Any) -> bool:
+    """Whether a tree is not one that jit takes: it has modules, or leaves that are static."""
+    return holds_modules(tree) or not all(map(_is_taken, jax.tree.leaves(tree)))
 
 
 def dynamic_leaves(
@@ -260,7 +255,7 @@ def dynamic_leaves(
     """
     given = declared.map(lambda x, _: x, args, kwargs, static=Static)
     leaves, tree = jax.tree.flatten(given)
-    kept = (bool, int, float, complex) if keeps_numbers else ()
+    kept = _NUMBERS if keeps_numbers else ()
     traced = [i for i, x in enumerate(leaves) if not isinstance(x, kept)]
     operands = [leaves[i] for i in traced]
 
@@ -286,35 +281,29 @@ def results(out: Any, name: str) -> tuple[Any, bool]:
         name: the function's, for errors.
 
     Raises:
-        TypeError: for a generator or coroutine, which would go on after its trace has ended.
+        TypeError: for a generator or coroutine, which would go on after its trace has ended, and
+            for an object that holds arrays of the trace.
     """
     has_others = False
 
-    def leaf(_path: Any, x: Any, in_module: bool) -> Any:
+    def leaf(_path: Any, x: Any) -> Any:
         nonlocal has_others
         if isinstance(x, _SUSPENDED):
             raise TypeError(
                 f"{name} returned a {type(x).__name__}, whose body would run after its trace has "
                 "ended: return a list or a tuple of arrays"
             )
-        if is_node(x):
-            return x
-        if not _is_static(x, in_module) and not isinstance(x, jax.ShapeDtypeStruct):
-            return x
-        _refuse_traced(x, name)
+        path = found_in(x, lambda part: isinstance(part, jax.core.Tracer))
+        if path is not None:
+            raise TypeError(
+                f"{name} returned an object of {type(x)} that is not a pytree and holds arrays of "
+                f"the trace ({path.strip().removeprefix('.') or 'itself'}), which end with it: "
+                "return the arrays, or register its class as a pytree "
+                "(jax.tree_util.register_dataclass)"
+            )
         has_others = True
         return HandedThrough(x)
 
     if isinstance(out, _SUSPENDED):  # pytree libraries may warn if they see one
-        leaf((), out, False)
-    return _map_leaves(leaf, out), has_others
-
-
-def _refuse_traced(x: Any, name: str) -> None:
-    path = found_in(x, lambda part: isinstance(part, jax.core.Tracer))
-    if path is not None:
-        raise TypeError(
-            f"{name} returned an object of {type(x)} that is not a pytree and holds arrays of the "
-            f"trace ({path.strip().removeprefix('.') or 'itself'}), which end with it: return the "
-            "arrays, or register its class as a pytree (jax.tree_util.register_dataclass)"
-        )
+        leaf((), out)
+    return _map_refused(leaf, out), has_others

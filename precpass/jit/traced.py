@@ -56,7 +56,7 @@ class Traced:
         region: where it is called.
         policy: the policy that counts there; None if the pass is switched off.
         scope: the name scope around it.
-        output: converts the jaxpr's results to the function's output.
+        finish: makes the function's output of the tree of its results.
     """
 
     call: ir.Call
@@ -64,7 +64,11 @@ class Traced:
     region: Region
     policy: PrecisionPolicy | None
     scope: str
-    output: Callable[[Sequence[Any]], Any]
+    finish: Callable[[Any], Any]
+
+    def output(self, results: Sequence[Any]) -> Any:
+        """The function's output, made of the jaxpr's results."""
+        return self.finish(jax.tree.unflatten(self.call.tree, results))
 
     def checked_plan(self, policy: PrecisionPolicy) -> Plan:
         """The plan under a policy, with the errors and warnings of a call."""
