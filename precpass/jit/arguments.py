@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import types
@@ -86,12 +87,7 @@ def unwrapped(tree: Any) -> Any:
 
 
 def copied(tree: Any, *, arrays: bool = True) -> Any:
-    """A tree with copies of its references, so that a run does not change the caller's.
-
-    Args:
-        tree: any.
-        arrays: whether arrays are copied too, so that the run may donate them.
-    """
+    """A tree with copies of its references, which a run may change, and of arrays to donate."""
 
     def copy(x: Any) -> Any:
         if isinstance(x, jax.core.Tracer):
@@ -138,12 +134,7 @@ def _map_refused(fn: Callable[[Any, Any], Any], tree: Any) -> Any:
 
 
 class Declared:
-    """The arguments that the caller declared static, found as `jax.jit` finds them.
-
-    Args:
-        fn: the function.
-        options: those of `jax.jit`.
-    """
+    """The arguments of a function that options of `jax.jit` declare static, found as jit does."""
 
     def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
         nums, names = options.get("static_argnums"), options.get("static_argnames")
@@ -152,15 +143,11 @@ class Declared:
         }
         self._nums = (nums,) if isinstance(nums, int) else tuple(nums or ())
         self._names = {names} if isinstance(names, str) else set(names or ())
-        try:
+        self._parameters: list[inspect.Parameter] = []
+        with contextlib.suppress(ValueError, TypeError):
             self._parameters = list(inspect.signature(fn).parameters.values())
-        except (ValueError, TypeError):
-            self._parameters: list[inspect.Parameter] = []
-        either = [
-            (i, p.name)
-            for i, p in enumerate(self._parameters)
-            if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        ]
+        both = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        either = [(i, p.name) for i, p in enumerate(self._parameters) if p.kind is both]
         if nums is None:
             self._nums = tuple(i for i, name in either if name in self._names)
         elif names is None:
@@ -175,14 +162,7 @@ class Declared:
         kwargs: Any,
         static: Callable[[Any], Any] = lambda x: x,
     ) -> tuple[Any, Any]:
-        """The arguments, each as a function gives it.
-
-        Args:
-            fn: of each argument that is not declared static, and of its name.
-            args: the positional arguments.
-            kwargs: the others.
-            static: of each argument that is.
-        """
+        """The arguments as `fn(argument, its name)` gives them, those declared as `static` does."""
         at = {i % max(len(args), 1) for i in self._nums if i < len(args)}
         return (
             tuple(static(x) if i in at else fn(x, self._name(i)) for i, x in enumerate(args)),
@@ -205,13 +185,7 @@ class Declared:
 
 
 def arguments(declared: Declared, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments with static leaves wrapped in `Static`.
-
-    Args:
-        declared: the arguments that are declared static.
-        name: the function's, for errors.
-        args: the positional arguments.
-        kwargs: the others.
+    """The arguments of the function `name` with static leaves wrapped in `Static`.
 
     Raises:
         TypeError: for a leaf that jit does not trace and that cannot be static.
@@ -242,16 +216,11 @@ def needs_steps(tree: Any) -> bool:
 def dynamic_leaves(
     declared: Declared, args: Any, kwargs: Any, *, keeps_numbers: bool
 ) -> tuple[list[Any], Callable[[Sequence[Any]], tuple[Any, Any]]]:
-    """The leaves that are traced, and a function that replaces them by others.
+    """The leaves that are traced of what `arguments` gave, and a function that replaces them.
 
     It gives the arguments that are declared static as a `Static`, since JAX compares static
-    arguments by `==` inside a trace.
-
-    Args:
-        declared: the arguments that are declared static.
-        args: the positional arguments, as `arguments` gives them.
-        kwargs: the others.
-        keeps_numbers: whether Python's numbers keep their values, as under `jax.disable_jit`.
+    arguments by `==` inside a trace. If it `keeps_numbers`, as under `jax.disable_jit`, Python's
+    numbers are not traced.
     """
     given = declared.map(lambda x, _: x, args, kwargs, static=Static)
     leaves, tree = jax.tree.flatten(given)
@@ -273,12 +242,6 @@ _SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
 
 def results(out: Any, name: str) -> tuple[Any, bool]:
     """The results with leaves that are no arrays wrapped in `HandedThrough`, and whether any is.
-
-    So are the numbers in a module of equinox.
-
-    Args:
-        out: what the function returned.
-        name: the function's, for errors.
 
     Raises:
         TypeError: for a generator or coroutine, which would go on after its trace has ended, and

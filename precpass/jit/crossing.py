@@ -21,20 +21,13 @@ class Crossing:
     """How the calls of one function cross into jit and back.
 
     Attributes:
-        direct: whether no call so far has needed steps around it.
-
-    Args:
         name: the user's name for the function, for errors.
         declared: its static arguments.
-        in_shardings: the option of `jax.jit`.
+        direct: whether no call so far has needed steps around it.
     """
 
-    __slots__ = ("declared", "direct", "in_shardings", "name")
-
     def __init__(self, name: str, declared: Declared, in_shardings: Any = None) -> None:
-        self.name = name
-        self.declared = declared
-        self.in_shardings = in_shardings
+        self.name, self.declared, self._in_shardings = name, declared, in_shardings
         self.direct = True
 
     def needs_steps(self, args: Any, kwargs: Any) -> bool:
@@ -49,17 +42,14 @@ class Crossing:
     ) -> Generator[tuple[Any, Any]]:
         """A context, around a call, that gives the arguments in the form that jit takes.
 
-        Args:
-            args: the positional arguments.
-            kwargs: the others.
-            on_copies: whether copies of the modules and references take the updates.
+        With `on_copies`, copies of the modules and references take the updates.
         """
         if self.direct:
             self.needs_steps(args, kwargs)
         args, kwargs = arguments(self.declared, self.name, args, kwargs)
         if on_copies:
             args, kwargs = self.declared.map(lambda x, _: copied(x, arrays=False), args, kwargs)
-        given = self.declared.map, args, kwargs, self.in_shardings
+        given = self.declared.map, args, kwargs, self._in_shardings
         with nnx.split(*given, on_copies=on_copies) as inner:
             yield inner
 
@@ -94,13 +84,9 @@ class Stage:
 
 
 def shown_to_user(error: Exception, name: str) -> None:
-    """Removes this package's frames from an error's traceback, as jit removes JAX's own.
+    """Removes this package's frames from the traceback of an error in a call of `name`.
 
     JAX removes its own frames, unless its `jax_traceback_filtering` is "off".
-
-    Args:
-        error: an exception that a call raised. JAX's of a static argument gets advice.
-        name: the function's.
     """
     _note_static(error, name)
     if jax.config.jax_traceback_filtering == "off":  # pyright: ignore[reportAttributeAccessIssue] -- dynamic

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -79,32 +80,16 @@ def shown_name(fn: Any) -> str:
         >>> shown_name(jax.value_and_grad(jax.vmap(shown_name)))
         'value_and_grad(vmap(shown_name))'
     """
-    code = getattr(fn, "__code__", None)
-    if type(fn).__name__ in _OF_EQUINOX:
-        return f"{_OF_EQUINOX[type(fn).__name__]}({shown_name(getattr(fn, '__wrapped__', fn))})"
-    if code is None:
+    inner, made = getattr(fn, "__wrapped__", None), fn
+    if inner is None or not isinstance(fn, types.FunctionType):
         return name_of(fn)
-    cells = {name: _content(fn, i) for i, name in enumerate(code.co_freevars)}
+    if fn.__code__.co_qualname.startswith("api_boundary"):  # JAX's, around what a transform made
+        closed_over = inspect.getclosurevars(fn).nonlocals
+        made = closed_over.get("fun", fn)
+    code = made.__code__
     maker = code.co_qualname.partition(".")[0]
-    if maker == "UpdateContextManager":  # of flax nnx, around the next
-        return shown_name(cells.get("f"))
-    if maker == "_grad_general":
-        kind = "value_and_grad" if cells.get("return_value") else "grad"
-        return f"nnx.{kind}({shown_name(cells.get('f'))})"
-    if maker == "api_boundary":
-        made = getattr(cells.get("fun"), "__code__", None)
-        maker = made.co_qualname.partition(".")[0] if made else ""
-    inner = getattr(fn, "__wrapped__", None)
-    is_jaxs = ir.is_foreign(code.co_filename) and maker in _TRANSFORMS and inner is not None
+    is_jaxs = ir.is_foreign(code.co_filename) and maker in _TRANSFORMS
     return f"{maker}({shown_name(inner)})" if is_jaxs else name_of(fn)
 
 
 _TRANSFORMS = frozenset(("grad", "value_and_grad", "vmap", "jacfwd", "jacrev", "checkpoint"))
-_OF_EQUINOX = {"_GradWrapper": "filter_grad", "_ValueAndGradWrapper": "filter_value_and_grad"}
-
-
-def _content(fn: Any, i: int) -> Any:
-    try:
-        return fn.__closure__[i].cell_contents
-    except ValueError:  # not assigned yet
-        return None

@@ -110,12 +110,8 @@ def split(
 ) -> Generator[tuple[Any, Any]]:
     """A context, around the call of a `functional`, that gives its arguments with modules split.
 
-    Args:
-        map_arguments: maps a function over the arguments that are not static.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-        in_shardings: the option of `jax.jit`; only the parts given for modules are used.
-        on_copies: whether copies of the modules, which share what these share, take the updates.
+    The arrays of modules are put where `in_shardings`, the option of `jax.jit`, has shardings for
+    them. With `on_copies`, copies that share what the modules share take the updates.
 
     Raises:
         flax.errors.TraceContextError: in a derivative or another transform around the call, for
@@ -168,10 +164,7 @@ def functional(
 ) -> Callable[..., Any]:
     """`fn` as a function of split modules, which returns `Updated`; modules it returns are split.
 
-    Args:
-        fn: the function.
-        map_arguments: maps a function over its arguments.
-        out_shardings: the option of `jax.jit`; only the parts given for modules are used.
+    Of `out_shardings`, the option of `jax.jit`, the parts given for modules are used.
     """
 
     @functools.wraps(fn)
@@ -208,11 +201,7 @@ def updated(out: Any) -> Any:
 
 
 def result_paths(results: Any) -> list[str]:
-    """The paths of a program's results: "output[0]", or "blocks[1].bias" in an updated module.
-
-    Args:
-        results: a tree with the structure that `functional` returns, or that of the results alone.
-    """
+    """The paths of a program's results: "output[0]", or "blocks[1].bias" in an updated module."""
     parts = [("output", results)]
     if isinstance(results, Updated):
         parts = [("", results.modules), ("output", results.out)]
@@ -256,13 +245,9 @@ def _is_of_module(x: Any) -> bool:
 
 
 def _for_modules(act: Callable[[Callable[..., Any], Any], Any], shardings: Any, tree: Any) -> Any:
-    """A tree whose modules have been replaced by `act` if shardings are given for them.
+    """A tree whose modules are replaced by `act(find, module)` if shardings are given for them.
 
-    Args:
-        act: called with a function that finds the sharding of a variable at a path, and with a
-            module or its split.
-        shardings: a prefix of the tree.
-        tree: any.
+    `find` gives the sharding of a variable at a path. The shardings are a prefix of the tree.
     """
     if not _is_loaded_prefix(shardings):
         return tree

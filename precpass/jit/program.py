@@ -79,15 +79,7 @@ class Written:
         *,
         keeps_numbers: bool,
     ) -> ir.Call:
-        """The traced call at some arguments.
-
-        Args:
-            region: where it is called.
-            policy: what it is traced for.
-            args: the positional arguments.
-            kwargs: the others.
-            keeps_numbers: whether Python's numbers keep their values.
-        """
+        """The call in a region, traced for a policy (see `dynamic_leaves` for `keeps_numbers`)."""
         args, kwargs = arguments(self._declared, self.name, args, kwargs)
         leaves, put = dynamic_leaves(self._declared, args, kwargs, keeps_numbers=keeps_numbers)
 
@@ -161,17 +153,11 @@ class Program:
     and not to the program.
 
     Attributes:
-        policy: its own policy, or None.
-        profitability: its own, or None.
+        policy, profitability: its own, or None.
         crossing: how calls cross into jit and back.
+        written: the function as it was written.
         calls: region -> the function that a call there runs, if `crossing.direct`.
         staged: other functions made of the traces (`staged.Staged`), by their keys.
-
-    Args:
-        fn: the function.
-        policy: its own policy, or None.
-        profitability: its own, or None.
-        options: those of `jax.jit`.
     """
 
     def __init__(
@@ -211,7 +197,7 @@ class Program:
         """Makes a call: it is prepared if jit does not take the arguments, made, and finished.
 
         Args:
-            run_of: the function that takes these arguments, if modules are split or if not.
+            run_of: gives the jitted function, by whether modules are split.
             args: the positional arguments.
             kwargs: the others.
             finish: called with the results; by default it gives what the caller gets.

@@ -70,12 +70,7 @@ class Region:
         return precision if precision is not None and precision.is_low else None
 
     def resolve(self, own: PrecisionPolicy | None, profitability: str | None = None) -> Resolved:
-        """The policy of a function that is called here.
-
-        Args:
-            own: the function's policy; None for the default.
-            profitability: the function's; None for the policy's.
-        """
+        """The policy of a function that is called here, and has these of its own or None."""
         scope = "" if self.keep is None else keep_scope(self.keep)
         if self.off or _SWITCHED_OFF:
             return Resolved(None, scope, self.inside)
@@ -208,14 +203,11 @@ def keep(precision: Precision | str) -> Generator[None]:
 
 @contextlib.contextmanager
 def tracing(region: Region, policy: PrecisionPolicy | None) -> Generator[None]:
-    """A context around the trace of an `auto_mixed` function that is called in a region.
+    """A context around the trace, under its policy, of an `auto_mixed` function in a region.
 
     An inner `auto_mixed` function without a policy of its own leaves the decision to the outer one.
-
-    Args:
-        region: where it is called.
-        policy: the policy of the function. If its rules name layers, the trace has their names, and
-            none of its caches is read where they are not asked for.
+    If rules name layers, the trace has their names, and no cache of it is read where they are not
+    asked for.
     """
     named = region.named | layers_asked(policy)
     naming = naming_layers(named) if named else contextlib.nullcontext()

@@ -138,12 +138,7 @@ class Staged:
 
 
 def _shifted(options: dict[str, Any], *, donates: bool) -> dict[str, Any]:
-    """Options of `jax.jit` for a function with one more first argument and one more last result.
-
-    Args:
-        options: those of the function.
-        donates: whether arguments are donated as they say; otherwise none is.
-    """
+    """Options of `jax.jit` for a function with one more first argument and one more last result."""
     left = () if donates else ("donate_argnums", "donate_argnames")
     options = {name: option for name, option in options.items() if name not in left}
     for name in ("static_argnums", "donate_argnums"):
