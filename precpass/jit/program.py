@@ -29,8 +29,8 @@ from precpass.jit.crossing import Crossing, note_source, shown_to_user
 from precpass.jit.functions import name_of
 from precpass.jit.layers import name_root_modules
 from precpass.jit.own_arrays import with_own_arrays
-from precpass.jit.region import Region, tracing, use_policy
-from precpass.jit.traced import checked_plan, lowers_to_float16, rewritten
+from precpass.jit.region import Region, Resolved, tracing, use_policy
+from precpass.jit.traced import Traced, lowers_to_float16
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
@@ -73,13 +73,18 @@ class Written:
     def trace(
         self,
         region: Region,
-        policy: PrecisionPolicy | None,
+        resolved: Resolved,
         args: Any,
         kwargs: Any,
+        finish: Callable[[Any], Any] = lambda out: out,
         *,
-        keeps_numbers: bool,
-    ) -> ir.Call:
-        """The call in a region, traced for a policy (see `dynamic_leaves` for `keeps_numbers`)."""
+        keeps_numbers: bool = False,
+    ) -> Traced:
+        """The call, traced in a region for a policy; `finish` makes the output of its results.
+
+        If it `keeps_numbers`, Python's numbers keep their values.
+        """
+        policy, scope = resolved.policy, resolved.scope
         args, kwargs = arguments(self._declared, self.name, args, kwargs)
         leaves, put = dynamic_leaves(self._declared, args, kwargs, keeps_numbers=keeps_numbers)
 
@@ -97,10 +102,11 @@ class Written:
             asked = region.keep is Precision.F64 or regions.float64_regions > before
             if asked or _has_float64_rules(policy):
                 self._note_exact_constants(traced, called, leaves)
-            traced = traced._replace(jaxpr=ir.dequantized_inside(traced.jaxpr))
-            if policy is None or not policy.parameters.is_low:
-                return traced
-            return traced._replace(jaxpr=ir.with_promoted_operands(traced.jaxpr))
+            jaxpr = ir.dequantized_inside(traced.jaxpr)
+            if policy is not None and policy.parameters.is_low:
+                jaxpr = ir.with_promoted_operands(jaxpr)
+        call = traced._replace(jaxpr=jaxpr)
+        return Traced(call, self.name, region, policy, scope, finish)
 
     def _note_exact_constants(self, traced: ir.Call, called: Any, leaves: Sequence[Any]) -> None:
         """Notes what the constants of a program with a float64 region were before rounding."""
@@ -111,14 +117,16 @@ class Written:
             wide = ir.trace(functools.partial(called, fn), *map(ir.with_float64, leaves))
         ir.note_exact(traced.jaxpr, wide, arrays)
 
-    def rewritten(self, region: Region, policy: PrecisionPolicy, scope: str) -> Callable[..., Any]:
+    def rewritten(
+        self, region: Region, resolved: Resolved, policy: PrecisionPolicy
+    ) -> Callable[..., Any]:
         """The function under a policy; when it is traced, it is planned and rewritten."""
 
         @functools.wraps(self.fn)
         def mixed(*args: Any, **kwargs: Any) -> Any:
             # Python's numbers are tracers here, unless jit is disabled or NaNs are looked for.
             try:
-                call = self.trace(region, policy, args, kwargs, keeps_numbers=True)
+                traced = self.trace(region, resolved, args, kwargs, keeps_numbers=True)
             except NEEDS_VALUES as error:
                 if not ir.jit_is_disabled():
                     raise
@@ -126,15 +134,14 @@ class Written:
                 reason = str(error).partition("\n")[0]
                 warnings.warn(text.format(reason), PrecisionWarning, stacklevel=user_stacklevel())
                 return self.fn(*args, **kwargs)
-            plan = checked_plan(call, policy, scope, self.name)
+            plan = traced.checked_plan(policy)
             self.is_in_float16 |= lowers_to_float16(plan)
-            new, _ = rewritten(call.jaxpr, plan, region, policy, scope)
+            new = traced.rewritten(plan, policy)
             try:
-                out = ir.run(call, new)
+                return traced.output(ir.run(traced.call, new))
             except FloatingPointError as error:
                 note_source(error)
                 raise
-            return jax.tree.unflatten(call.tree, out)
 
         return mixed
 
@@ -235,7 +242,7 @@ class Program:
             written = self.written
             resolved, fn = region.resolve(self.policy, self.profitability), written.fn
             if resolved.policy is not None:
-                fn = written.rewritten(region, resolved.policy, resolved.scope)
+                fn = written.rewritten(region, resolved, resolved.policy)
             jitted = jax.jit(fn, **written.options(splits=splits))
             # If another thread was first, all share its function.
             known = self._jitted.setdefault((region, splits), jitted)

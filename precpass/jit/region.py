@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Generator
+from typing import Any
 
 import jax
 
@@ -131,7 +132,10 @@ def _synchronise(region: Region) -> None:
 
 
 @contextlib.contextmanager
-def _enter(region: Region) -> Generator[None]:
+def _enter(**changes: Any) -> Generator[None]:
+    """A context in a region that differs from that around it."""
+    around = _current.get()
+    region = _region(*(changes.get(name, getattr(around, name)) for name in Region.__slots__))
     token = _current.set(region)
     try:
         with _cache_key(region):
@@ -160,10 +164,8 @@ def use_policy(policy: PolicyLike | None) -> Generator[None]:
         ...     y = pp.auto_mixed(lambda x: x @ x)(jax.numpy.ones((8, 8)))
     """
     chosen = None if policy is None else PrecisionPolicy.parse(policy)
-    around = _current.get()
-    products = None if policy is None else around.products
-    inside = around.inside, around.named, products
-    with _enter(_region(chosen, policy is None, around.keep, *inside)):
+    off: dict[str, Any] = {"products": None} if policy is None else {}
+    with _enter(policy=chosen, off=policy is None, **off):
         yield
 
 
@@ -192,12 +194,10 @@ def keep(precision: Precision | str) -> Generator[None]:
     global float64_regions
     parsed = Precision.parse(precision)
     float64_regions += parsed is Precision.F64
-    around = _current.get()
-    inside = around.inside, around.named, around.products
-    region = _region(around.policy, around.off, parsed, *inside)
     # If the pass is off, the program has no marks, so that it can serve as a reference.
-    scope = contextlib.nullcontext() if around.off else jax.named_scope(keep_scope(parsed))
-    with scope, _enter(region):
+    is_off = _current.get().off
+    scope = contextlib.nullcontext() if is_off else jax.named_scope(keep_scope(parsed))
+    with scope, _enter(keep=parsed):
         yield
 
 
@@ -212,5 +212,6 @@ def tracing(region: Region, policy: PrecisionPolicy | None) -> Generator[None]:
     named = region.named | layers_asked(policy)
     naming = naming_layers(named) if named else contextlib.nullcontext()
     products = region.products if policy is None else policy.precision_for(OpKind.COMPUTE)
-    with _enter(_region(None, False, region.keep, True, named, products)), naming:
+    inside = {"inside": True, "named": named, "products": products}
+    with _enter(policy=None, off=False, keep=region.keep, **inside), naming:
         yield

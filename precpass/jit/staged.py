@@ -159,28 +159,16 @@ def made_of_trace(
 ) -> Any:
     """Traces a function once at some arguments, and returns what `then` makes of the trace."""
     program, region = mixed._program, current()  # pyright: ignore[reportPrivateUsage] -- its own module
-    resolved = region.resolve(program.policy, program.profitability)
+    # the policy of the program is an equal one, which may have been saved with other costs
+    resolved = region.resolve(mixed.policy, mixed.profitability)
 
     def output(out: Any) -> Any:
         return program.run(lambda _: lambda *_a, **_k: out, args, kwargs, on_copies=True)
 
     def traced(*inner: Any, **inner_kwargs: Any) -> Any:
-        return then(_traced(program.written, region, resolved, output, inner, inner_kwargs))
+        return then(program.written.trace(region, resolved, inner, inner_kwargs, output))
 
     return program.run(lambda _: traced, args, kwargs, lambda made: made)
-
-
-def _traced(
-    written: Written,
-    region: Region,
-    resolved: Resolved,
-    output: Callable[[Any], Any],
-    args: Any,
-    kwargs: Any,
-) -> Traced:
-    policy, scope = resolved.policy, resolved.scope
-    call = written.trace(region, policy, args, kwargs, keeps_numbers=False)
-    return Traced(call, written.name, region, policy, scope, output)
 
 
 def owner_of(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -201,7 +189,7 @@ def _staged(
     # JAX counts one name too few if a keyword has a parameter's name, so these are unusual.
     def traced(*_precpass_args: Any, **_precpass_kwargs: Any) -> Any:
         more, *args = _precpass_args
-        trace = _traced(written, region, resolved, lambda out: out, args, _precpass_kwargs)
+        trace = written.trace(region, resolved, args, _precpass_kwargs)
         results, other = then(trace, *more)
         return trace.output(results), other
 
