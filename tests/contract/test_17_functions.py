@@ -258,15 +258,6 @@ def test_a_function_is_pickled_by_name_or_with_its_options(again):
     np.testing.assert_array_equal(copied(X, W), mixed(X, W))
 
 
-def test_an_equal_policy_of_another_process_shares_the_program():
-    mixed, policy = pp.auto_mixed(plain), pp.Custom({"compute": "bf16"})
-    jaxprs = []
-    for given in (policy, pickle.loads(pickle.dumps(policy))):
-        with pp.use_policy(given):
-            jaxprs.append(mixed.trace(X, W).jaxpr)
-    assert jaxprs[0] is jaxprs[1]
-
-
 # ---------------------------------------------------------------- keywords of any name
 
 # every name that a parameter of the package has: none may be in a user's way
@@ -335,11 +326,3 @@ def test_the_keywords_of_a_scaled_loss_are_the_losss():
     )
     assert bool(finite) and rel_error(value, loss_of_keywords(X, **named)) < 1e-6
     assert gradient.shape == X.shape
-
-
-def test_a_keyword_named_as_in_a_call_of_jit_itself_is_refused_by_jax_alone():
-    """The compiled program that `lower` gives is JAX's own."""
-    for wrap in (jax.jit, pp.auto_mixed):
-        compiled = wrap(lambda self: self @ self).lower(self=X).compile()
-        with pytest.raises(TypeError, match=r"Compiled.__call__\(\) got multiple values"):
-            compiled(self=X)

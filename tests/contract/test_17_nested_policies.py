@@ -185,13 +185,6 @@ def test_keep_in_the_inner_function_wins_over_both():
     assert found(around(inner), AutoMixed, X) == [F16, F32, BF16, F16]
 
 
-def test_use_policy_none_outside_switches_all_off():
-    fn = pp.auto_mixed(around(HALF))
-    with pp.use_policy(None):
-        assert product_dtypes(jax.make_jaxpr(fn)(X)) == [F32] * 3
-    assert product_dtypes(jax.make_jaxpr(fn)(X)) == [BF16, F16, BF16]
-
-
 def test_a_helper_that_was_jitted_outside_is_not_reused_inside():
     helper = jax.jit(lambda x: NONE(x))
     for _ in range(2):
