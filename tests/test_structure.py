@@ -22,7 +22,7 @@ MAX_FOLDER_LINES = {
     "cli": 1_300,
     "devices": 950,
     "jaxpr": 5_650,
-    "jit": 3_050,
+    "jit": 2_800,
     "measure": 1_500,
     "numerics": 5_150,
     "plan": 1_400,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import types
@@ -12,7 +13,7 @@ import jax
 import jax.core
 
 from precpass import jaxpr as ir
-from precpass.jit.nnx import is_node
+from precpass.jit.nnx import has_nodes, is_node
 from precpass.jit.static_leaves import found_in, refusal
 
 __all__ = [
@@ -22,13 +23,15 @@ __all__ = [
     "arguments",
     "copied",
     "dynamic_leaves",
-    "holds_static",
-    "may_hold_numbers",
+    "holds_modules",
+    "needs_steps",
     "results",
     "unwrapped",
 ]
 
 # ---------------------------------------------------------------- leaves
+
+_NUMBERS = (bool, int, float, complex)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -84,12 +87,7 @@ def unwrapped(tree: Any) -> Any:
 
 
 def copied(tree: Any, *, arrays: bool = True) -> Any:
-    """A tree with copies of its references, so that a run does not change the caller's.
-
-    Args:
-        tree: any.
-        arrays: whether arrays are copied too, so that the run may donate them.
-    """
+    """A tree with copies of its references, which a run may change, and of arrays to donate."""
 
     def copy(x: Any) -> Any:
         if isinstance(x, jax.core.Tracer):
@@ -101,16 +99,42 @@ def copied(tree: Any, *, arrays: bool = True) -> Any:
     return jax.tree.map(copy, tree, is_leaf=is_node)
 
 
+def _is_module(x: Any) -> bool:
+    """Whether a value is an equinox module."""
+    module = getattr(sys.modules.get("equinox"), "Module", None)  # None while it is loading
+    return module is not None and isinstance(x, module)
+
+
+def _is_taken(x: Any) -> bool:
+    return isinstance(x, jax.Array) or ir.is_valid(x)
+
+
+def _map_refused(fn: Callable[[Any, Any], Any], tree: Any) -> Any:
+    """A tree with `fn(path, leaf)` in the place of each leaf that is not traced.
+
+    jit refuses it; or it is a number in an equinox module, such as `Dropout.inference`, by which
+    the module's own code branches, or a rate, which `equinox.filter_grad` would train.
+    """
+
+    def at(path: Any, x: Any) -> Any:
+        if not _is_module(x):
+            return x if is_node(x) or _is_taken(x) else fn(path, x)
+        return jax.tree_util.tree_map_with_path(
+            lambda inner, y: (
+                fn((*path, *inner), y) if type(y) in _NUMBERS else at((*path, *inner), y)
+            ),
+            x,
+            is_leaf=is_node,
+        )
+
+    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=lambda x: is_node(x) or _is_module(x))
+
+
 # ---------------------------------------------------------------- arguments
 
 
 class Declared:
-    """The arguments that the caller declared static, found as `jax.jit` finds them.
-
-    Args:
-        fn: the function.
-        options: those of `jax.jit`.
-    """
+    """The arguments of a function that options of `jax.jit` declare static, found as jit does."""
 
     def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
         nums, names = options.get("static_argnums"), options.get("static_argnames")
@@ -119,15 +143,11 @@ class Declared:
         }
         self._nums = (nums,) if isinstance(nums, int) else tuple(nums or ())
         self._names = {names} if isinstance(names, str) else set(names or ())
-        try:
+        self._parameters: list[inspect.Parameter] = []
+        with contextlib.suppress(ValueError, TypeError):
             self._parameters = list(inspect.signature(fn).parameters.values())
-        except (ValueError, TypeError):
-            self._parameters: list[inspect.Parameter] = []
-        either = [
-            (i, p.name)
-            for i, p in enumerate(self._parameters)
-            if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        ]
+        both = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        either = [(i, p.name) for i, p in enumerate(self._parameters) if p.kind is both]
         if nums is None:
             self._nums = tuple(i for i, name in either if name in self._names)
         elif names is None:
@@ -142,19 +162,18 @@ class Declared:
         kwargs: Any,
         static: Callable[[Any], Any] = lambda x: x,
     ) -> tuple[Any, Any]:
-        """The arguments, each as a function gives it.
-
-        Args:
-            fn: of each argument that is not declared static, and of its name.
-            args: the positional arguments.
-            kwargs: the others.
-            static: of each argument that is.
-        """
+        """The arguments as `fn(argument, its name)` gives them, those declared as `static` does."""
         at = {i % max(len(args), 1) for i in self._nums if i < len(args)}
         return (
             tuple(static(x) if i in at else fn(x, self._name(i)) for i, x in enumerate(args)),
             {k: static(x) if k in self._names else fn(x, k) for k, x in kwargs.items()},
         )
+
+    def each(self, args: Any, kwargs: Any) -> list[Any]:
+        """The arguments that are not declared static."""
+        found: list[Any] = []
+        self.map(lambda x, _: found.append(x), args, kwargs)
+        return found
 
     def _name(self, position: int) -> str:
         for i, parameter in enumerate(self._parameters):
@@ -166,101 +185,46 @@ class Declared:
 
 
 def arguments(declared: Declared, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments with static leaves wrapped in `Static`.
-
-    Args:
-        declared: the arguments that are declared static.
-        name: the function's, for errors.
-        args: the positional arguments.
-        kwargs: the others.
+    """The arguments of the function `name` with static leaves wrapped in `Static`.
 
     Raises:
         TypeError: for a leaf that jit does not trace and that cannot be static.
     """
 
     def wrap(argument: Any, label: str) -> Any:
-        def leaf(path: Any, x: Any, in_module: bool) -> Any:
-            if not _is_static(x, in_module):
-                return x
+        def leaf(path: Any, x: Any) -> Any:
             why = refusal(x)
             if why is not None:
                 raise TypeError(f"{name} was given {label}{jax.tree_util.keystr(path)}{why}")
             return Static(x)
 
-        return _map_leaves(leaf, argument)
+        return _map_refused(leaf, argument)
 
     return declared.map(wrap, args, kwargs)
 
 
-def holds_static(argument: Any) -> bool:
-    """Whether an argument has leaves that are static though nobody declared them so."""
-    found = False
-
-    def look(_path: Any, x: Any, in_module: bool) -> Any:
-        nonlocal found
-        found = found or _is_static(x, in_module)
-        return x
-
-    _map_leaves(look, argument)
-    return found
+def holds_modules(tree: Any) -> bool:
+    """Whether there are modules of flax nnx or equinox in a tree."""
+    return has_nodes(tree) or any(map(_is_module, jax.tree.leaves(tree, is_leaf=_is_module)))
 
 
-def _is_static(x: Any, in_module: bool) -> bool:
-    # jit would trace a number of an equinox module: `Dropout.inference`, by which the module's own
-    # code branches, or a rate, which `equinox.filter_grad` would train. `equinox.filter_jit` keeps
-    # it, as all that is no array.
-    if is_node(x):
-        return False
-    if in_module and type(x) in (bool, int, float, complex):
-        return True
-    return not (isinstance(x, jax.Array) or ir.is_valid(x))
-
-
-def _map_leaves(fn: Callable[[Any, Any, bool], Any], tree: Any) -> Any:
-    """A tree with each leaf, or node of flax nnx, as `fn(path, leaf, in_module)` gives it."""
-
-    def at(path: Any, x: Any) -> Any:
-        if not _is_module(x):
-            return fn(path, x, False)
-        return jax.tree_util.tree_map_with_path(
-            lambda inner, y: fn((*path, *inner), y, True), x, is_leaf=is_node
-        )
-
-    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=lambda x: is_node(x) or _is_module(x))
-
-
-def _is_module(x: Any) -> bool:
-    """Whether a value is an equinox module."""
-    module = getattr(sys.modules.get("equinox"), "Module", None)  # None while it is loading
-    return module is not None and isinstance(x, module)
-
-
-def may_hold_numbers(tree: Any) -> bool:
-    """Whether a module in traced arguments has a scalar, which may have been a number."""
-    if "equinox" not in sys.modules:
-        return False
-    found = jax.tree.leaves(tree, is_leaf=lambda x: _is_module(x) or is_node(x))
-    leaves = jax.tree.leaves([x for x in found if _is_module(x)], is_leaf=is_node)
-    return any(isinstance(x, jax.core.Tracer) and x.shape == () for x in leaves)
+def needs_steps(tree: Any) -> bool:
+    """Whether a tree is not one that jit takes: it has modules, or leaves that are static."""
+    return holds_modules(tree) or not all(map(_is_taken, jax.tree.leaves(tree)))
 
 
 def dynamic_leaves(
     declared: Declared, args: Any, kwargs: Any, *, keeps_numbers: bool
 ) -> tuple[list[Any], Callable[[Sequence[Any]], tuple[Any, Any]]]:
-    """The leaves that are traced, and a function that replaces them by others.
+    """The leaves that are traced of what `arguments` gave, and a function that replaces them.
 
     It gives the arguments that are declared static as a `Static`, since JAX compares static
-    arguments by `==` inside a trace.
-
-    Args:
-        declared: the arguments that are declared static.
-        args: the positional arguments, as `arguments` gives them.
-        kwargs: the others.
-        keeps_numbers: whether Python's numbers keep their values, as under `jax.disable_jit`.
+    arguments by `==` inside a trace. If it `keeps_numbers`, as under `jax.disable_jit`, Python's
+    numbers are not traced.
     """
     given = declared.map(lambda x, _: x, args, kwargs, static=Static)
     leaves, tree = jax.tree.flatten(given)
-    kept = (bool, int, float, complex) if keeps_numbers else ()
+    kept = _NUMBERS if keeps_numbers else ()
     traced = [i for i, x in enumerate(leaves) if not isinstance(x, kept)]
     operands = [leaves[i] for i in traced]
 
@@ -279,42 +243,30 @@ _SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
 def results(out: Any, name: str) -> tuple[Any, bool]:
     """The results with leaves that are no arrays wrapped in `HandedThrough`, and whether any is.
 
-    So are the numbers in a module of equinox.
-
-    Args:
-        out: what the function returned.
-        name: the function's, for errors.
-
     Raises:
-        TypeError: for a generator or coroutine, which would go on after its trace has ended.
+        TypeError: for a generator or coroutine, which would go on after its trace has ended, and
+            for an object that holds arrays of the trace.
     """
     has_others = False
 
-    def leaf(_path: Any, x: Any, in_module: bool) -> Any:
+    def leaf(_path: Any, x: Any) -> Any:
         nonlocal has_others
         if isinstance(x, _SUSPENDED):
             raise TypeError(
                 f"{name} returned a {type(x).__name__}, whose body would run after its trace has "
                 "ended: return a list or a tuple of arrays"
             )
-        if is_node(x):
-            return x
-        if not _is_static(x, in_module) and not isinstance(x, jax.ShapeDtypeStruct):
-            return x
-        _refuse_traced(x, name)
+        path = found_in(x, lambda part: isinstance(part, jax.core.Tracer))
+        if path is not None:
+            raise TypeError(
+                f"{name} returned an object of {type(x)} that is not a pytree and holds arrays of "
+                f"the trace ({path.strip().removeprefix('.') or 'itself'}), which end with it: "
+                "return the arrays, or register its class as a pytree "
+                "(jax.tree_util.register_dataclass)"
+            )
         has_others = True
         return HandedThrough(x)
 
     if isinstance(out, _SUSPENDED):  # pytree libraries may warn if they see one
-        leaf((), out, False)
-    return _map_leaves(leaf, out), has_others
-
-
-def _refuse_traced(x: Any, name: str) -> None:
-    path = found_in(x, lambda part: isinstance(part, jax.core.Tracer))
-    if path is not None:
-        raise TypeError(
-            f"{name} returned an object of {type(x)} that is not a pytree and holds arrays of the "
-            f"trace ({path.strip().removeprefix('.') or 'itself'}), which end with it: return the "
-            "arrays, or register its class as a pytree (jax.tree_util.register_dataclass)"
-        )
+        leaf((), out)
+    return _map_refused(leaf, out), has_others

@@ -6,10 +6,9 @@ traced under a policy with a `Rule(module=...)`, the calls of their modules are 
 such trace has ended, also by an error. In other threads the replaced methods do as before.
 
 A module is known by its object. A transform such as `jax.grad` calls the function with another
-object for the same module. If the function calls such an object, it is taken for the only module of
-its class inside of the module that is running. If there are several, it is taken for the one with
-the same arrays, which a derivative and a vmap hand on, or else for the only one whose arrays have
-its shapes or are stacks of such. If that is not known either, its name is that of its class.
+object for the same module. If the function calls such an object, it is taken for the only module
+of its class inside of the module that is running, or of several for the one with the same arrays,
+which a derivative and a vmap hand on. If that is not known either, its name is that of its class.
 
 The Python calls that JAX records with each equation, which pictures read, would need no such
 methods; but they say `layers[i]` where a rule asks for `layers/3`.
@@ -23,7 +22,6 @@ import contextlib
 import fnmatch
 import functools
 import inspect
-import itertools
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -49,8 +47,7 @@ def layers_asked(policy: PrecisionPolicy | None) -> frozenset[str]:
 def naming_layers(asked: frozenset[str]) -> Generator[None]:
     """A context in which calls of modules, in this thread, stand in scopes of their paths.
 
-    Args:
-        asked: the layers that rules name. A call that reports have under such a path is marked.
+    A call that reports have under the path of a layer that is `asked` for by a rule is marked.
     """
     outer = _here.trace
     _CLASSES.replace()
@@ -65,13 +62,7 @@ def naming_layers(asked: frozenset[str]) -> Generator[None]:
 
 
 def name_root_modules(fn: Any, args: Any, kwargs: Any) -> None:
-    """Gives modules their names, each as the root of a model.
-
-    Args:
-        fn: a function; if it is the method of a module, that module is named.
-        args: its positional arguments, whose modules are named.
-        kwargs: the others.
-    """
+    """Names the modules in arguments, and that of which `fn` is a method, as roots of models."""
     trace = _here.trace
     if trace is not None:
         for _, module in _modules((getattr(fn, "__self__", None), args, kwargs), ""):
@@ -131,30 +122,22 @@ class _Trace:
     def _path_of_unknown(self, module: Any) -> str:
         around = self.running[-1] if self.running else ""
         inside = f"{around}/" if around else ""
-        alike = {
+        found = alike = {
             path: known
             for known, path in self.known.values()
             if type(known) is type(module) and f"{path}/".startswith(inside)
         }
         if len(alike) > 1:
             arrays = _arrays(module)
-            same = {path: known for path, known in alike.items() if _arrays(known) == arrays}
-            alike = same if len(same) == 1 else alike
-        if len(alike) > 1:
-            alike = {path: known for path, known in alike.items() if _may_be_made_of(module, known)}
+            alike = {path: known for path, known in alike.items() if _arrays(known) == arrays}
         if len(alike) == 1:
             return next(iter(alike))
-        is_root = not alike and not self.running
+        is_root = not found and not self.running
         return "" if is_root else _joined(around, type(module).__name__)
 
     @contextlib.contextmanager
     def call(self, module: Any, called: str) -> Generator[None]:
-        """A context around the call of a module.
-
-        Args:
-            module: the module.
-            called: the path of the call, as reports have it; "" if it is not known.
-        """
+        """A context around a module's call, which reports have at the path `called`, if any."""
         path, around = self.path(module), self.running[-1] if self.running else ""
         inner = path.removeprefix(f"{around}/") if around else path
         scopes = [inner] if path != around else []
@@ -177,20 +160,6 @@ def _is_called(called: str, asked: str) -> bool:
 def _arrays(module: Any) -> list[int]:
     """The identities of a module's arrays, as the trace around a derivative or a vmap has them."""
     return [id(ir.outer_value(x)) for x in jax.tree.leaves(module)]
-
-
-def _may_be_made_of(module: Any, known: Any) -> bool:
-    """Whether a module's arrays have the shapes of a known one's, or of slices of these.
-
-    `jax.lax.scan` and `jax.vmap` slice a stack of layers along its first dimension.
-    """
-    pairs = itertools.zip_longest(jax.tree.leaves(module), jax.tree.leaves(known))
-    shapes = [(getattr(x, "shape", None), getattr(y, "shape", None)) for x, y in pairs]
-    return all(
-        mine == its
-        or (mine is not None and its is not None and its[len(its) - len(mine) :] == mine)
-        for mine, its in shapes
-    )
 
 
 class _Here(threading.local):

@@ -6,18 +6,14 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, overload
-
-import jax
 
 from precpass.devices.detect import committed_device, planned_for
 from precpass.jaxpr import DIFFERENTIATED
-from precpass.jit.arguments import unwrapped
-from precpass.jit.calls import Stage
-from precpass.jit.program import Written, program_of
+from precpass.jit.crossing import Stage
+from precpass.jit.program import program_of
 from precpass.jit.region import current
-from precpass.jit.traced import Traced
 from precpass.policy.policy import PrecisionPolicy
 
 __all__ = ["Mixed"]
@@ -81,7 +77,7 @@ class Mixed(Generic[P, R_co]):
                     call = self._program.direct_call(region)
                 out = call(*args, **kwargs) if kwargs else call(*args)
             except Exception as error:
-                if self._program.ends(True, error, args, kwargs):
+                if self._program.ends(error, args, kwargs):
                     raise
             else:
                 first: Any = out
@@ -89,33 +85,29 @@ class Mixed(Generic[P, R_co]):
                     first = first[0]
                 if type(first).__name__ in DIFFERENTIATED:
                     self._program.note_gradient(region)
-                return out if crossing.direct else unwrapped(out)
+                return out if crossing.direct else crossing.finished(out)
         return self._call_in_steps(args, kwargs)
 
     def _call_in_steps(self, args: Any, kwargs: Any) -> Any:
         __tracebackhide__ = True
         program, region = self._program, current()
-        run_of = lambda written: program.call(written, region)  # noqa: E731
-        return program.run(run_of, args, kwargs, self._crossing.outward)
+        return program.run(lambda splits: program.call(region, splits=splits), args, kwargs)
 
     def _staged(self, name: str, args: Any, kwargs: Any) -> Any:
         __tracebackhide__ = True
-        region = current()
+        program, region = self._program, current()
 
-        def run_of(written: Written) -> Any:
-            staged = getattr(self._program.jitted(written, region), name)
+        def finish(stage: Any) -> Any:
+            return stage if self._crossing.direct else Stage(stage, self._crossing)
 
-            def run(*args: Any, **kwargs: Any) -> Any:
-                # In the trace the arguments are tracers, which have no device.
-                with planned_for(committed_device((args, kwargs, self.in_shardings))):
-                    return staged(*args, **kwargs)
-
-            return run
-
-        def finish(splits: bool, stage: Any) -> Any:
-            return stage if self._crossing.direct else Stage(stage, self._crossing, splits)
-
-        return self._program.run(run_of, args, kwargs, finish)
+        # In the trace the arguments are tracers, which have no device.
+        with planned_for(committed_device((args, kwargs, self.in_shardings))):
+            return program.run(
+                lambda splits: getattr(program.jitted(region, splits=splits), name),
+                args,
+                kwargs,
+                finish,
+            )
 
     @property
     def in_shardings(self) -> Any:
@@ -136,31 +128,12 @@ class Mixed(Generic[P, R_co]):
         """Return the shapes and dtypes of the output, like `jax.jit(f).eval_shape`."""
         __tracebackhide__ = True
         program, region = self._program, current()
-        run_of = lambda written: program.jitted(written, region).eval_shape  # noqa: E731
-        return program.run(run_of, args, kwargs, self._crossing.outward, on_clones=True)
-
-    def _trace(self, then: Callable[[Traced], Any], args: Any, kwargs: Any) -> Any:
-        """Traces the function once, and returns what `then` makes of the trace."""
-        region = current()
-        resolved = region.resolve(self.policy, self.profitability)
-        policy, scope = resolved.policy, resolved.scope
-
-        def run_of(written: Written) -> Any:
-            def traced(*inner: Any, **inner_kwargs: Any) -> Any:
-                call = written.trace(region, policy, inner, inner_kwargs, keeps_numbers=False)
-
-                def output(results: Sequence[Any]) -> Any:
-                    def same(*_: Any, **__: Any) -> Any:
-                        return jax.tree.unflatten(call.tree, results)
-
-                    outward = self._crossing.outward
-                    return self._program.run(lambda _: same, args, kwargs, outward, on_clones=True)
-
-                return then(Traced(call, written.name, region, policy, scope, output))
-
-            return traced
-
-        return self._program.run(run_of, args, kwargs, lambda _, out: out)
+        return program.run(
+            lambda splits: program.jitted(region, splits=splits).eval_shape,
+            args,
+            kwargs,
+            on_copies=True,
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name in _REPORTS:

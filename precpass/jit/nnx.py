@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -18,13 +18,12 @@ import jax.core
 from precpass import jaxpr as ir
 
 __all__ = [
-    "cloned",
+    "Updated",
     "functional",
     "has_nodes",
     "is_node",
-    "nodes",
     "result_paths",
-    "split_modules",
+    "split",
     "updated",
     "without_modules",
 ]
@@ -32,6 +31,13 @@ __all__ = [
 _TAG = "precpass"
 # The type of a function that maps a function over the arguments that are not declared static.
 Map = Callable[[Callable[[Any, str], Any], Any, Any], tuple[Any, Any]]
+
+
+class Updated(NamedTuple):
+    """What a function of split modules returns: their new states, and its results."""
+
+    modules: Any
+    out: Any
 
 
 @functools.partial(
@@ -59,121 +65,67 @@ def is_node(x: Any) -> bool:
 
 def has_nodes(tree: Any) -> bool:
     """Whether a pytree holds any node. What `nnx.split` returns is plain data, as for `jax.jit`."""
+    return bool(_nodes(tree))
+
+
+def _nodes(tree: Any) -> list[Any]:
     nnx = _nnx()
-    if nnx is None:
-        return False
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.State) or is_node(x))
-    return any(map(is_node, leaves))
+    return (
+        [] if nnx is None else [x for x in jax.tree.leaves(tree, is_leaf=_is_whole) if is_node(x)]
+    )
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, _nnx().State) or is_node(x)
+
+
+def _map_nodes(fn: Callable[[Any], Any], tree: Any) -> Any:
+    return jax.tree.map(lambda x: fn(x) if is_node(x) else x, tree, is_leaf=_is_whole)
+
+
+def _is_split(x: Any) -> bool:
+    return isinstance(x, _Split)
 
 
 def _split(context: Any, tree: Any) -> Any:
-    return jax.tree.map(
-        lambda x: _Split(*context.flatten(x)) if is_node(x) else x, tree, is_leaf=is_node
-    )
+    return _map_nodes(lambda x: _Split(*context.flatten(x)), tree)
 
 
 def _merge(context: Any, tree: Any) -> Any:
     def whole(x: Any) -> Any:
-        return context.unflatten(x.graphdef, x.state) if isinstance(x, _Split) else x
+        return context.unflatten(x.graphdef, x.state) if _is_split(x) else x
 
-    return jax.tree.map(whole, tree, is_leaf=lambda x: isinstance(x, _Split))
-
-
-def nodes(map_arguments: Map, args: Any, kwargs: Any) -> list[Any]:
-    """The modules, variables and other nodes of nnx's graphs among arguments."""
-    if _nnx() is None:
-        return []
-    modules: list[Any] = []
-
-    def collect(x: Any, _name: str) -> None:
-        modules.extend(filter(is_node, jax.tree.leaves(x, is_leaf=is_node)))
-
-    map_arguments(collect, args, kwargs)
-    return modules
+    return jax.tree.map(whole, tree, is_leaf=_is_split)
 
 
-def functional(
-    fn: Callable[..., Any], map_arguments: Map, out_shardings: Any = None
-) -> Callable[..., Any]:
-    """`fn` as a function of split modules, which returns their new state before its results.
-
-    Args:
-        fn: the function.
-        map_arguments: maps a function over its arguments.
-        out_shardings: the option of `jax.jit`; only the parts given for modules are used.
-    """
-
-    @functools.wraps(fn)
-    def pure(*args: Any, **kwargs: Any) -> Any:
-        nnx = _nnx()
-        with nnx.merge_context(_TAG, inner=True) as context:
-            args, kwargs = map_arguments(lambda x, _: _merge(context, x), args, kwargs)
-        out = fn(*args, **kwargs)
-        _for_modules(_constrain, out_shardings, out)
-        modules = nodes(map_arguments, args, kwargs)
-        with nnx.split_context(_TAG) as context:
-            return _split(context, modules), _split(context, out)
-
-    return pure
-
-
-def result_paths(results: Any) -> list[str]:
-    """The paths of a program's results: "output[0]", or "blocks[1].bias" in an updated module.
-
-    Args:
-        results: a tree with the structure that `functional` returns, or that of the results alone.
-    """
-    match results:
-        case ([_Split(), *_] as updates, out):
-            parts = ("", updates), ("output", out)
-        case out:
-            parts = (("output", out),)
-    paths: list[str] = []
-    for name, tree in parts:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(
-            tree, is_leaf=lambda x: isinstance(x, _Split)
-        )
-        for path, x in leaves:
-            inside = f"{name}{jax.tree_util.keystr(path)}" if name else ""
-            if isinstance(x, _Split):
-                for keys, value in x.state:
-                    at = "".join(f".{key}" if isinstance(key, str) else f"[{key}]" for key in keys)
-                    paths += [f"{inside}{at}".lstrip(".")] * len(jax.tree.leaves(value))
-            else:
-                paths.append(inside)
-    return paths
-
-
-def cloned(map_arguments: Map, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments with copies of their modules, which share what the modules share."""
-    clones = iter(_nnx().clone(nodes(map_arguments, args, kwargs)))
-
-    def replace(x: Any, _name: str) -> Any:
-        return jax.tree.map(
-            lambda leaf: next(clones) if is_node(leaf) else leaf, x, is_leaf=is_node
-        )
-
-    return map_arguments(replace, args, kwargs)
+def _given(map_arguments: Map, args: Any, kwargs: Any) -> list[Any]:
+    found: list[Any] = []
+    map_arguments(lambda x, _: found.extend(_nodes(x)), args, kwargs)
+    return found
 
 
 @contextlib.contextmanager
-def split_modules(
-    map_arguments: Map, args: Any, kwargs: Any, in_shardings: Any = None
+def split(
+    map_arguments: Map, args: Any, kwargs: Any, in_shardings: Any, *, on_copies: bool
 ) -> Generator[tuple[Any, Any]]:
-    """A context, around the call of a `functional`, that gives its arguments.
+    """A context, around the call of a `functional`, that gives its arguments with modules split.
 
-    Args:
-        map_arguments: maps a function over the arguments that are not static.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-        in_shardings: the option of `jax.jit`; only the parts given for modules are used.
+    The arrays of modules are put where `in_shardings`, the option of `jax.jit`, has shardings for
+    them. With `on_copies`, copies that share what the modules share take the updates.
 
     Raises:
         flax.errors.TraceContextError: in a derivative or another transform around the call, for
             a module from outside of it, which is then left as it was.
     """
-    nnx = _nnx()
-    with _restored_on_error(nodes(map_arguments, args, kwargs)), nnx.update_context(_TAG):
+    nnx, modules = _nnx(), _given(map_arguments, args, kwargs)
+    if not modules:
+        yield args, kwargs
+        return
+    if on_copies:
+        modules = nnx.clone(modules)
+        each = iter(modules)
+        args, kwargs = map_arguments(lambda x, _: _map_nodes(lambda _: next(each), x), args, kwargs)
+    with _restored_on_error(modules), nnx.update_context(_TAG):
         with nnx.split_context(_TAG) as context:
             args, kwargs = map_arguments(lambda x, _: _split(context, x), args, kwargs)
         if isinstance(in_shardings, (tuple, list)):
@@ -207,10 +159,64 @@ def _restored_on_error(modules: list[Any]) -> Generator[None]:
         raise
 
 
+def functional(
+    fn: Callable[..., Any], map_arguments: Map, out_shardings: Any = None
+) -> Callable[..., Any]:
+    """`fn` as a function of split modules, which returns `Updated`; modules it returns are split.
+
+    Of `out_shardings`, the option of `jax.jit`, the parts given for modules are used.
+    """
+
+    @functools.wraps(fn)
+    def pure(*args: Any, **kwargs: Any) -> Any:
+        nnx = _nnx()
+        is_split = any(map(_is_split, jax.tree.leaves((args, kwargs), is_leaf=_is_split)))
+        if is_split:
+            with nnx.merge_context(_TAG, inner=True) as context:
+                args, kwargs = map_arguments(lambda x, _: _merge(context, x), args, kwargs)
+        elif _given(map_arguments, args, kwargs):
+            raise TypeError("jit took a module apart, and would lose its updates")
+        out = fn(*args, **kwargs)
+        if not (is_split or has_nodes(out)):
+            return out
+        _for_modules(_constrain, out_shardings, out)
+        with nnx.split_context(_TAG if is_split else None) as context:
+            if not is_split:
+                return _split(context, out)
+            modules = _split(context, _given(map_arguments, args, kwargs))
+            return Updated(modules, _split(context, out))
+
+    return pure
+
+
 def updated(out: Any) -> Any:
     """The results of a `functional`, after the caller's modules have been updated."""
-    with _nnx().merge_context(_TAG, inner=False) as context:
-        return _merge(context, out)[1]
+    if isinstance(out, Updated):
+        with _nnx().merge_context(_TAG, inner=False) as context:
+            return _merge(context, out).out
+    if not any(map(_is_split, jax.tree.leaves(out, is_leaf=_is_split))):
+        return out
+    with _nnx().merge_context() as context:
+        return _merge(context, out)
+
+
+def result_paths(results: Any) -> list[str]:
+    """The paths of a program's results: "output[0]", or "blocks[1].bias" in an updated module."""
+    parts = [("output", results)]
+    if isinstance(results, Updated):
+        parts = [("", results.modules), ("output", results.out)]
+    paths: list[str] = []
+    for name, tree in parts:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_split)
+        for path, x in leaves:
+            inside = f"{name}{jax.tree_util.keystr(path)}" if name else ""
+            if _is_split(x):
+                for keys, value in x.state:
+                    at = "".join(f".{key}" if isinstance(key, str) else f"[{key}]" for key in keys)
+                    paths += [f"{inside}{at}".lstrip(".")] * len(jax.tree.leaves(value))
+            else:
+                paths.append(inside)
+    return paths
 
 
 # ---------------------------------------------------------------- shardings of modules
@@ -239,13 +245,9 @@ def _is_of_module(x: Any) -> bool:
 
 
 def _for_modules(act: Callable[[Callable[..., Any], Any], Any], shardings: Any, tree: Any) -> Any:
-    """A tree whose modules have been replaced by `act` if shardings are given for them.
+    """A tree whose modules are replaced by `act(find, module)` if shardings are given for them.
 
-    Args:
-        act: called with a function that finds the sharding of a variable at a path, and with a
-            module or its split.
-        shardings: a prefix of the tree.
-        tree: any.
+    `find` gives the sharding of a variable at a path. The shardings are a prefix of the tree.
     """
     if not _is_loaded_prefix(shardings):
         return tree

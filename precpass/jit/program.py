@@ -20,16 +20,16 @@ from precpass.jit.arguments import (
     Static,
     arguments,
     dynamic_leaves,
-    may_hold_numbers,
+    holds_modules,
     results,
     unwrapped,
 )
-from precpass.jit.calls import Crossing, NotDirect, name_of
-from precpass.jit.errors import note_source, note_static, remove_own_frames
+from precpass.jit.crossing import Crossing, note_source, shown_to_user
+from precpass.jit.functions import name_of
 from precpass.jit.layers import name_root_modules
 from precpass.jit.own_arrays import with_own_arrays
-from precpass.jit.region import Region, tracing, use_policy
-from precpass.jit.traced import checked_plan, lowers_to_float16, rewritten
+from precpass.jit.region import Region, Resolved, tracing, use_policy
+from precpass.jit.traced import Traced, lowers_to_float16
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
@@ -50,41 +50,40 @@ class Written:
     """The user's function, unchanged, to be traced.
 
     Attributes:
-        fn: the function of arguments in the form that `precpass.jit.calls` passes.
+        fn: the function of arguments in the form that `Crossing.prepared` gives.
         name: the user's name for it, for errors.
-        splits: whether modules of flax nnx are split, as `crossing.inward` splits them.
-        options: the options of `jax.jit` for it.
         jitted: its `jax.jit`; all policies share its traces.
         is_in_float16: whether a plan of it has had a matrix product in float16.
     """
 
-    def __init__(
-        self, fn: Callable[..., Any], crossing: Crossing, options: dict[str, Any], *, splits: bool
-    ) -> None:
-        self.fn = fn
-        self.name, self.splits, self.options = crossing.name, splits, options
-        self._declared = crossing.declared
+    def __init__(self, fn: Callable[..., Any], crossing: Crossing, options: dict[str, Any]) -> None:
+        self.fn, self.name = fn, crossing.name
+        self._declared, self._options = crossing.declared, options
         self.jitted: Any = jax.jit(fn, **crossing.declared.options)
         self.is_in_float16 = False
+
+    def options(self, *, splits: bool) -> dict[str, Any]:
+        """The options of `jax.jit` for it, if it is called with modules split or without."""
+        out = self._options.get("out_shardings")
+        if not splits or out is None:
+            return self._options
+        return {**self._options, "out_shardings": nnx.Updated(None, out)}
 
     def trace(
         self,
         region: Region,
-        policy: PrecisionPolicy | None,
+        resolved: Resolved,
         args: Any,
         kwargs: Any,
+        finish: Callable[[Any], Any] = lambda out: out,
         *,
-        keeps_numbers: bool,
-    ) -> ir.Call:
-        """The traced call at some arguments.
+        keeps_numbers: bool = False,
+    ) -> Traced:
+        """The call, traced in a region for a policy; `finish` makes the output of its results.
 
-        Args:
-            region: where it is called.
-            policy: what it is traced for.
-            args: the positional arguments.
-            kwargs: the others.
-            keeps_numbers: whether Python's numbers keep their values.
+        If it `keeps_numbers`, Python's numbers keep their values.
         """
+        policy, scope = resolved.policy, resolved.scope
         args, kwargs = arguments(self._declared, self.name, args, kwargs)
         leaves, put = dynamic_leaves(self._declared, args, kwargs, keeps_numbers=keeps_numbers)
 
@@ -102,10 +101,11 @@ class Written:
             asked = region.keep is Precision.F64 or regions.float64_regions > before
             if asked or _has_float64_rules(policy):
                 self._note_exact_constants(traced, called, leaves)
-            traced = traced._replace(jaxpr=ir.dequantized_inside(traced.jaxpr))
-            if policy is None or not policy.parameters.is_low:
-                return traced
-            return traced._replace(jaxpr=ir.with_promoted_operands(traced.jaxpr))
+            jaxpr = ir.dequantized_inside(traced.jaxpr)
+            if policy is not None and policy.parameters.is_low:
+                jaxpr = ir.with_promoted_operands(jaxpr)
+        call = traced._replace(jaxpr=jaxpr)
+        return Traced(call, self.name, region, policy, scope, finish)
 
     def _note_exact_constants(self, traced: ir.Call, called: Any, leaves: Sequence[Any]) -> None:
         """Notes what the constants of a program with a float64 region were before rounding."""
@@ -116,14 +116,16 @@ class Written:
             wide = ir.trace(functools.partial(called, fn), *map(ir.with_float64, leaves))
         ir.note_exact(traced.jaxpr, wide, arrays)
 
-    def rewritten(self, region: Region, policy: PrecisionPolicy, scope: str) -> Callable[..., Any]:
+    def rewritten(
+        self, region: Region, resolved: Resolved, policy: PrecisionPolicy
+    ) -> Callable[..., Any]:
         """The function under a policy; when it is traced, it is planned and rewritten."""
 
         @functools.wraps(self.fn)
         def mixed(*args: Any, **kwargs: Any) -> Any:
             # Python's numbers are tracers here, unless jit is disabled or NaNs are looked for.
             try:
-                call = self.trace(region, policy, args, kwargs, keeps_numbers=True)
+                traced = self.trace(region, resolved, args, kwargs, keeps_numbers=True)
             except NEEDS_VALUES as error:
                 if not ir.jit_is_disabled():
                     raise
@@ -131,15 +133,14 @@ class Written:
                 reason = str(error).partition("\n")[0]
                 warnings.warn(text.format(reason), PrecisionWarning, stacklevel=user_stacklevel())
                 return self.fn(*args, **kwargs)
-            plan = checked_plan(call, policy, scope, self.name)
+            plan = traced.checked_plan(policy)
             self.is_in_float16 |= lowers_to_float16(plan)
-            new, _ = rewritten(call.jaxpr, plan, region, policy, scope)
+            new = traced.rewritten(plan, policy)
             try:
-                out = ir.run(call, new)
+                return traced.output(ir.run(traced.call, new))
             except FloatingPointError as error:
                 note_source(error)
                 raise
-            return jax.tree.unflatten(call.tree, out)
 
         return mixed
 
@@ -158,17 +159,11 @@ class Program:
     and not to the program.
 
     Attributes:
-        policy: its own policy, or None.
-        profitability: its own, or None.
+        policy, profitability: its own, or None.
         crossing: how calls cross into jit and back.
+        written: the function as it was written.
         calls: region -> the function that a call there runs, if `crossing.direct`.
         staged: other functions made of the traces (`staged.Staged`), by their keys.
-
-    Args:
-        fn: the function.
-        policy: its own policy, or None.
-        profitability: its own, or None.
-        options: those of `jax.jit`.
     """
 
     def __init__(
@@ -181,91 +176,85 @@ class Program:
         self.policy, self.profitability = policy, profitability
         self.crossing = Crossing(name_of(fn), Declared(fn, options), options.get("in_shardings"))
         self.calls: dict[Region, Callable[..., Any]] = {}
-        self.staged: dict[Hashable, dict[tuple[Written, Region], Any]] = {}
-        self._jitted: dict[tuple[Written, Region], Any] = {}
+        self.staged: dict[Hashable, dict[tuple[Region, bool], Any]] = {}
+        self._jitted: dict[tuple[Region, bool], Any] = {}
         self._differentiated = set[Region]()
-        self._out_shardings = options.get("out_shardings")
+        borrowed = _Borrowed(fn)
+        crossed = _crossed(borrowed, self.crossing)
+        pure = nnx.functional(crossed, self.crossing.declared.map, options.get("out_shardings"))
         # Shardings of modules are dealt with when modules are split.
-        self._options: dict[str, Any] = {
+        own_options: dict[str, Any] = {
             k: nnx.without_modules(x) if k.endswith("shardings") and x is not None else x
             for k, x in options.items()
         }
-        self._borrowed = _Borrowed(fn)
-        self._whole = self._made(splits=False)
+        self.written = Written(pure, self.crossing, own_options)
         # The result is thrown away. An option that jit does not know is thus an error at once.
-        jax.jit(self._whole.fn, **self._options)
-
-    def _made(self, *, splits: bool) -> Written:
-        fn, options = _crossed(self._borrowed, self.crossing, splits), self._options
-        if splits:
-            fn = nnx.functional(fn, self.crossing.declared.map, self._out_shardings)
-            if self._out_shardings is not None:
-                options = {**options, "out_shardings": (None, options["out_shardings"])}
-        return Written(fn, self.crossing, options, splits=splits)
-
-    @functools.cached_property
-    def _split(self) -> Written:
-        return self._made(splits=True)
+        jax.jit(pure, **own_options)
 
     def run(
         self,
-        run_of: Callable[[Written], Callable[..., Any]],
+        run_of: Callable[[bool], Callable[..., Any]],
         args: Any,
         kwargs: Any,
-        finish: Callable[[bool, Any], Any],
+        finish: Callable[[Any], Any] | None = None,
         *,
-        on_clones: bool = False,
+        on_copies: bool = False,
     ) -> Any:
-        """Makes a call in steps: arguments in the form that jit takes, the call, the results.
+        """Makes a call: it is prepared if jit does not take the arguments, made, and finished.
 
         Args:
-            run_of: the function that takes these arguments.
+            run_of: gives the jitted function, by whether modules are split.
             args: the positional arguments.
             kwargs: the others.
-            finish: called with whether modules are split, and with the results.
-            on_clones: whether clones of the modules and references take the updates.
+            finish: called with the results; by default it gives what the caller gets.
+            on_copies: whether copies of the modules and references take the updates.
         """
         __tracebackhide__ = True
-        while True:
-            direct, splits = self.crossing.direct, self.crossing.splits
-            run = run_of(self._split if splits else self._whole)
+        finish = finish or self.crossing.finished
+        if self.crossing.direct and not on_copies:
             try:
-                if direct and not on_clones:
-                    return finish(splits, run(*args, **kwargs))
-                inward = self.crossing.inward(splits, args, kwargs, on_clones)
-                with inward as (inner, inner_kwargs):
-                    return finish(splits, run(*inner, **inner_kwargs))
+                return finish(run_of(False)(*args, **kwargs))
             except Exception as error:
-                if self.ends(direct, error, args, kwargs):
+                if self.ends(error, args, kwargs):
                     raise
+        splits = nnx.has_nodes(self.crossing.declared.each(args, kwargs))
+        prepared = self.crossing.prepared(args, kwargs, on_copies=on_copies)
+        try:
+            with prepared as (inner, inner_kwargs):
+                return finish(run_of(splits)(*inner, **inner_kwargs))
+        except Exception as error:
+            shown_to_user(error, self.crossing.name)
+            raise
 
-    def ends(self, was_direct: bool, error: Exception, args: Any, kwargs: Any) -> bool:
-        """Whether an error ends a call, which then says what to do; else it is made again."""
-        if self.crossing.changes(was_direct, error, args, kwargs):
+    def ends(self, error: Exception, args: Any, kwargs: Any) -> bool:
+        """Whether an error ends a direct call; else jit refused arguments that need steps."""
+        refused = isinstance(error, (TypeError, ValueError))
+        if refused and self.crossing.needs_steps(args, kwargs):
             return False
-        note_static(error, self.crossing.name)
-        remove_own_frames(error)
+        shown_to_user(error, self.crossing.name)
         return True
 
-    def jitted(self, written: Written, region: Region) -> Any:
+    def jitted(self, region: Region, *, splits: bool) -> Any:
         """The `jax.jit` function that a call in a region runs."""
-        known = self._jitted.get((written, region))
+        known = self._jitted.get((region, splits))
         if known is None:
+            written = self.written
             resolved, fn = region.resolve(self.policy, self.profitability), written.fn
             if resolved.policy is not None:
-                fn = written.rewritten(region, resolved.policy, resolved.scope)
+                fn = written.rewritten(region, resolved, resolved.policy)
+            jitted = jax.jit(fn, **written.options(splits=splits))
             # If another thread was first, all share its function.
-            known = self._jitted.setdefault((written, region), jax.jit(fn, **written.options))
+            known = self._jitted.setdefault((region, splits), jitted)
         return known
 
-    def call(self, written: Written, region: Region) -> Callable[..., Any]:
+    def call(self, region: Region, *, splits: bool) -> Callable[..., Any]:
         """`jitted`, marked as fixed if an enclosing function must leave it alone."""
-        jitted = self.jitted(written, region)
+        jitted = self.jitted(region, splits=splits)
         return _marked(jitted) if region.resolve(self.policy).is_fixed else jitted
 
     def direct_call(self, region: Region) -> Callable[..., Any]:
         """The function that a direct call in a region runs, for `calls`."""
-        return self.calls.setdefault(region, self.call(self._whole, region))
+        return self.calls.setdefault(region, self.call(region, splits=False))
 
     def note_gradient(self, region: Region) -> None:
         """Warns of the gradient of a function that called this one, if it is one in float16.
@@ -275,15 +264,14 @@ class Program:
         several, is being differentiated.
         """
         policy = region.resolve(self.policy).policy
-        if policy is not None and policy.low is Precision.F16 and self._whole.is_in_float16:
+        if policy is not None and policy.low is Precision.F16 and self.written.is_in_float16:
             if region in self._differentiated:
                 warn_of_unscaled_gradient(only_by_grad=True)
             self._differentiated.add(region)
 
     def clear_cache(self) -> None:
         """Forgets every trace and compiled program."""
-        written = [self._whole, *([self._split] if "_split" in self.__dict__ else [])]
-        for jitted in [*(one.jitted for one in written), *list(self._jitted.values())]:
+        for jitted in [self.written.jitted, *self._jitted.values()]:
             jitted.clear_cache()
         for cache in (self._jitted, self.calls, self.staged, self._differentiated):
             cache.clear()
@@ -341,29 +329,24 @@ class _Borrowed:
         return fn
 
 
-def _crossed(borrowed: _Borrowed, crossing: Crossing, splits: bool) -> Callable[..., Any]:
-    """A function with arguments and results in the form of `precpass.jit.arguments`.
+def _crossed(borrowed: _Borrowed, crossing: Crossing) -> Callable[..., Any]:
+    """The user's function, with arguments and results in the form of `precpass.jit.arguments`.
 
-    Unless modules of flax nnx are split, it refuses them among its arguments and results.
+    It refuses modules that jit took apart, whose numbers it has traced.
     """
 
-    def refuse_modules(x: Any, _name: str) -> None:
-        if not splits and nnx.has_nodes(x):
-            raise NotDirect(splits=True)
-
     def crossed(*args: Any, **kwargs: Any) -> Any:
-        crossing.declared.map(refuse_modules, args, kwargs)
-        if crossing.direct and may_hold_numbers((args, kwargs)):
-            raise NotDirect(splits=False)
+        given = crossing.declared.each(args, kwargs)
+        if crossing.direct and holds_modules(given):
+            raise TypeError("jit took a module apart, and would trace its numbers")
         args, kwargs = crossing.declared.map(
             lambda x, _: unwrapped(x), args, kwargs, static=_unwrapped_static
         )
         fn = borrowed.__wrapped__
         name_root_modules(fn, args, kwargs)
         out, passes_through = results(fn(*args, **kwargs), crossing.name)
-        if passes_through:
+        if passes_through or nnx.has_nodes(out):
             crossing.direct = False
-        refuse_modules(out, "")
         return out
 
     # Its attributes are not copied, because they may hold arrays.

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Generator
+from typing import Any
 
 import jax
 
@@ -70,12 +71,7 @@ class Region:
         return precision if precision is not None and precision.is_low else None
 
     def resolve(self, own: PrecisionPolicy | None, profitability: str | None = None) -> Resolved:
-        """The policy of a function that is called here.
-
-        Args:
-            own: the function's policy; None for the default.
-            profitability: the function's; None for the policy's.
-        """
+        """The policy of a function that is called here, and has these of its own or None."""
         scope = "" if self.keep is None else keep_scope(self.keep)
         if self.off or _SWITCHED_OFF:
             return Resolved(None, scope, self.inside)
@@ -136,7 +132,10 @@ def _synchronise(region: Region) -> None:
 
 
 @contextlib.contextmanager
-def _enter(region: Region) -> Generator[None]:
+def _enter(**changes: Any) -> Generator[None]:
+    """A context in a region that differs from that around it."""
+    around = _current.get()
+    region = _region(*(changes.get(name, getattr(around, name)) for name in Region.__slots__))
     token = _current.set(region)
     try:
         with _cache_key(region):
@@ -165,10 +164,8 @@ def use_policy(policy: PolicyLike | None) -> Generator[None]:
         ...     y = pp.auto_mixed(lambda x: x @ x)(jax.numpy.ones((8, 8)))
     """
     chosen = None if policy is None else PrecisionPolicy.parse(policy)
-    around = _current.get()
-    products = None if policy is None else around.products
-    inside = around.inside, around.named, products
-    with _enter(_region(chosen, policy is None, around.keep, *inside)):
+    off: dict[str, Any] = {"products": None} if policy is None else {}
+    with _enter(policy=chosen, off=policy is None, **off):
         yield
 
 
@@ -197,28 +194,24 @@ def keep(precision: Precision | str) -> Generator[None]:
     global float64_regions
     parsed = Precision.parse(precision)
     float64_regions += parsed is Precision.F64
-    around = _current.get()
-    inside = around.inside, around.named, around.products
-    region = _region(around.policy, around.off, parsed, *inside)
     # If the pass is off, the program has no marks, so that it can serve as a reference.
-    scope = contextlib.nullcontext() if around.off else jax.named_scope(keep_scope(parsed))
-    with scope, _enter(region):
+    is_off = _current.get().off
+    scope = contextlib.nullcontext() if is_off else jax.named_scope(keep_scope(parsed))
+    with scope, _enter(keep=parsed):
         yield
 
 
 @contextlib.contextmanager
 def tracing(region: Region, policy: PrecisionPolicy | None) -> Generator[None]:
-    """A context around the trace of an `auto_mixed` function that is called in a region.
+    """A context around the trace, under its policy, of an `auto_mixed` function in a region.
 
     An inner `auto_mixed` function without a policy of its own leaves the decision to the outer one.
-
-    Args:
-        region: where it is called.
-        policy: the policy of the function. If its rules name layers, the trace has their names, and
-            none of its caches is read where they are not asked for.
+    If rules name layers, the trace has their names, and no cache of it is read where they are not
+    asked for.
     """
     named = region.named | layers_asked(policy)
     naming = naming_layers(named) if named else contextlib.nullcontext()
     products = region.products if policy is None else policy.precision_for(OpKind.COMPUTE)
-    with _enter(_region(None, False, region.keep, True, named, products)), naming:
+    inside = {"inside": True, "named": named, "products": products}
+    with _enter(policy=None, off=False, keep=region.keep, **inside), naming:
         yield

@@ -101,7 +101,7 @@ class Staged:
         self._then = then
         self._on_copies = on_copies
         self._program = program = mixed._program  # pyright: ignore[reportPrivateUsage] -- its own module
-        jitted: dict[tuple[Written, Region], Any] = {}
+        jitted: dict[tuple[Region, bool], Any] = {}
         self._jitted = jitted if key is None else program.staged.setdefault(key, jitted)
 
     def __call__(self, more: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -118,31 +118,27 @@ class Staged:
     ) -> Any:
         program, region = self._program, current()
 
-        def run_of(written: Written) -> Any:
-            run_part = part(self._of(written, region))
+        def run_of(splits: bool) -> Any:
+            run_part = part(self._of(region, splits))
             return lambda *inner, **inner_kwargs: run_part(more, *inner, **inner_kwargs)
 
-        def finish(splits: bool, out: Any) -> Any:
-            return program.crossing.outward(splits, out[0]), out[1]
+        def finish(out: Any) -> Any:
+            return program.crossing.finished(out[0]), out[1]
 
-        return program.run(run_of, args, kwargs, finish, on_clones=on_copies)
+        return program.run(run_of, args, kwargs, finish, on_copies=on_copies)
 
-    def _of(self, written: Written, region: Region) -> Any:
-        key = written, region
+    def _of(self, region: Region, splits: bool) -> Any:
+        key, program = (region, splits), self._program
         if key not in self._jitted:
-            resolved = region.resolve(self._program.policy, self._program.profitability)
-            options = _shifted(written.options, donates=not self._on_copies)
-            self._jitted[key] = _staged(written, region, resolved, self._then, options)
+            resolved = region.resolve(program.policy, program.profitability)
+            options = program.written.options(splits=splits)
+            options = _shifted(options, donates=not self._on_copies)
+            self._jitted[key] = _staged(program.written, region, resolved, self._then, options)
         return self._jitted[key]
 
 
 def _shifted(options: dict[str, Any], *, donates: bool) -> dict[str, Any]:
-    """Options of `jax.jit` for a function with one more first argument and one more last result.
-
-    Args:
-        options: those of the function.
-        donates: whether arguments are donated as they say; otherwise none is.
-    """
+    """Options of `jax.jit` for a function with one more first argument and one more last result."""
     left = () if donates else ("donate_argnums", "donate_argnames")
     options = {name: option for name, option in options.items() if name not in left}
     for name in ("static_argnums", "donate_argnums"):
@@ -162,7 +158,17 @@ def made_of_trace(
     mixed: Mixed[..., Any], then: Callable[[Traced], Any], args: Any, kwargs: Any
 ) -> Any:
     """Traces a function once at some arguments, and returns what `then` makes of the trace."""
-    return mixed._trace(then, args, kwargs)  # pyright: ignore[reportPrivateUsage] -- its own module
+    program, region = mixed._program, current()  # pyright: ignore[reportPrivateUsage] -- its own module
+    # the policy of the program is an equal one, which may have been saved with other costs
+    resolved = region.resolve(mixed.policy, mixed.profitability)
+
+    def output(out: Any) -> Any:
+        return program.run(lambda _: lambda *_a, **_k: out, args, kwargs, on_copies=True)
+
+    def traced(*inner: Any, **inner_kwargs: Any) -> Any:
+        return then(program.written.trace(region, resolved, inner, inner_kwargs, output))
+
+    return program.run(lambda _: traced, args, kwargs, lambda made: made)
 
 
 def owner_of(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -183,15 +189,9 @@ def _staged(
     # JAX counts one name too few if a keyword has a parameter's name, so these are unusual.
     def traced(*_precpass_args: Any, **_precpass_kwargs: Any) -> Any:
         more, *args = _precpass_args
-        of_call = region, resolved.policy, args, _precpass_kwargs
-        call = written.trace(*of_call, keeps_numbers=False)
-
-        def output(results: Sequence[Any]) -> Any:
-            return jax.tree.unflatten(call.tree, results)
-
-        policy_and_scope = resolved.policy, resolved.scope
-        results, other = then(Traced(call, written.name, region, *policy_and_scope, output), *more)
-        return output(results), other
+        trace = written.trace(region, resolved, args, _precpass_kwargs)
+        results, other = then(trace, *more)
+        return trace.output(results), other
 
     traced.__name__ = written.name
     return jax.jit(traced, **options)

@@ -1,10 +1,4 @@
-"""Which leaves of arguments are static by themselves, and which are refused.
-
-A static leaf is a part of a compiled program, and the program is found again for any leaf that
-equals it. So two leaves may be equal only if they make the same program: equality must be that of
-values. An object that is compared by identity could change and still be found again, and then its
-old arrays would be used without a word.
-"""
+"""Which leaves of arguments are static by themselves (`refusal`), and what an object holds."""
 
 from __future__ import annotations
 
@@ -13,10 +7,10 @@ import dataclasses
 import enum
 import functools
 import gc
+import inspect
 import operator
 import types
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -24,7 +18,7 @@ import numpy as np
 
 from precpass.jaxpr.weak import WeakIdMap
 
-__all__ = ["found_in", "is_array", "refusal"]
+__all__ = ["found_in", "refusal"]
 
 _WHAT_TO_DO = (
     "Register its class as a pytree (jax.tree_util.register_dataclass, flax.struct.dataclass, an "
@@ -32,14 +26,16 @@ _WHAT_TO_DO = (
     "(equinox.partition, flax.nnx.split), or declare it by static_argnums or static_argnames if "
     "it never changes"
 )
-_AS_A_CONSTANT = (
-    "as a static argument its arrays would be constants of the program, and assigning others "
-    "would go unnoticed"
-)
 
 
 def refusal(x: Any) -> str | None:
     """Why a leaf that jit does not take cannot be static by itself; None if it can.
+
+    A program is found again for every static leaf that equals that of its trace. So a leaf may be
+    static if it has a hash, holds no array, and cannot change and still be equal: if it has an
+    `__eq__` of its own, or is a function, a class, a module, a member of an enum or an object of
+    JAX. A partial function, a bound method, a tuple, a frozenset and a frozen dataclass are what
+    their parts are.
 
     Args:
         x: the leaf; the caller puts its name before the text.
@@ -57,27 +53,26 @@ def refusal(x: Any) -> str | None:
             f"hash ({error}). Pass an array, a pytree of arrays, or something hashable (a tuple "
             "for a list, a frozenset for a set), or close over it"
         )
-    part = _part_without_value(x)
-    if part is None:
-        return None
-    path, blamed = part
-    array_path = found_in(blamed, is_array)
-    if array_path is not None:
-        where = (path + array_path).strip().removeprefix(".")
+    where = _array_in(x)
+    if where is not None:
         return (
-            f" of {type(x)}, which holds arrays ({where}) and is not a pytree: {_AS_A_CONSTANT}. "
-            f"{_WHAT_TO_DO}"
+            f" of {type(x)}, which holds arrays ({where.strip().removeprefix('.')}) and is not a "
+            "pytree: as a static argument its arrays would be constants of the program, and "
+            f"assigning others would go unnoticed. {_WHAT_TO_DO}"
         )
-    where = f", whose {path.lstrip('.')} is of {type(blamed)}" if path else ""
-    how = "has no hash" if type(blamed).__hash__ is None else "is compared by identity"
+    changing = _changing_part(x, "")
+    if changing is None:
+        return None
+    path, part = changing
+    where = f", whose {path.lstrip('.')} is of {type(part)}" if path else ""
+    how = "has no hash" if type(part).__hash__ is None else "is compared by identity"
     return (
         f" of {type(x)}{where}, which {how}: it could change, and the program of before would "
         f"still be used. {_WHAT_TO_DO}"
     )
 
 
-def is_array(x: Any) -> bool:
-    """Whether a value is an array, of JAX, NumPy or another library."""
+def _is_array(x: Any) -> bool:
     if isinstance(x, np.ndarray):
         return x.dtype != object  # a mesh has an array of devices
     return isinstance(x, jax.Array) or _is_foreign_array(x)
@@ -89,81 +84,60 @@ def _is_foreign_array(x: Any) -> bool:
     return hasattr(type(x), "__array__") or hasattr(type(x), "__dlpack__")
 
 
-# ---------------------------------------------------------------- values
-
-# These compare by identity, but they exist once, or hold nothing that can change.
-_UNIQUE = (
-    *(type, types.ModuleType, types.NoneType, types.EllipsisType, types.NotImplementedType),
-    *(operator.itemgetter, operator.attrgetter, operator.methodcaller),
-)
-_OF_JAX = ("jax", "jaxlib")
-"""The packages whose hashable objects are values: devices, meshes, shardings, types of arrays."""
-_FUNCTIONS = (
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-    types.MethodWrapperType,
-    types.ClassMethodDescriptorType,
-    functools.partial,
-    np.ufunc,
-)
-
-
-def _part_without_value(x: Any, path: str = "") -> tuple[str, Any] | None:
-    """The first part of a leaf that is compared by identity and can change, and its path."""
-    if is_array(x):
-        return path, x
-    if isinstance(x, _UNIQUE) or type(x).__module__.partition(".")[0] in _OF_JAX:
-        return None
-    if _is_function(x) and _arrays_of(x) is not None:
-        return path, x
-    parts = _immutable_parts(x)
-    if parts is not None:
-        paths = (_part_without_value(item, path + step) for step, item in parts)
-        return next((part for part in paths if part is not None), None)
-    by_value = type(x).__eq__ is not object.__eq__ and type(x).__hash__ is not None
-    is_value = by_value and type(x).__hash__ is not object.__hash__
-    if (is_value or isinstance(x, enum.Enum)) and found_in(x, is_array) is None:
-        return None
-    return path, x
-
-
-def _immutable_parts(x: Any) -> Iterator[tuple[str, Any]] | None:
-    """The parts that determine a value, if the value can never change them."""
-    if isinstance(x, functools.partial):
-        bound = {**dict(enumerate(x.args)), **x.keywords}
-        return iter([(".func", x.func), *((f"({at})", part) for at, part in bound.items())])
-    if isinstance(x, _BOUND):  # the `__self__` of a builtin is its module
-        return iter([(".__self__", x.__self__)])
-    if _is_function(x):
-        return iter(())
-    if isinstance(x, (tuple, frozenset)):
-        items = [(f"[{i}]", item) for i, item in enumerate(x)]
-        return iter([*items, *((f".{k}", v) for k, v in getattr(x, "__dict__", {}).items())])
-    if dataclasses.is_dataclass(x) and type(x).__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue] -- as `is_dataclass` says
-        names = (field.name for field in dataclasses.fields(x))
-        return ((f".{name}", getattr(x, name, None)) for name in names)
-    return None
-
-
-def _is_function(x: Any) -> bool:
-    """Whether a value is a function, or a wrapper by JAX or `functools.wraps` of one."""
-    return isinstance(x, _FUNCTIONS) or (callable(x) and hasattr(x, "__wrapped__"))
-
-
 _known = WeakIdMap[tuple[str | None]]()
 
 
-def _arrays_of(fn: Any) -> str | None:
-    """The path to an array that a function holds, in its closure or elsewhere; None for none."""
-    known = _known.get(fn)
+def _array_in(x: Any) -> str | None:
+    """The path to an array that a leaf holds; None for none. That of a function is remembered."""
+    known = _known.get(x)
     if known is None:
-        known = (found_in(fn, is_array),)
-        if isinstance(fn, types.FunctionType):
-            known = _known.setdefault(fn, known)
+        known = (found_in(x, _is_array),)
+        if isinstance(x, types.FunctionType):
+            known = _known.setdefault(x, known)
     return known[0]
+
+
+# ---------------------------------------------------------------- by what a leaf is compared
+
+_NEVER_CHANGE = (
+    *(type, types.ModuleType, types.NoneType, types.EllipsisType, types.NotImplementedType),
+    *(operator.itemgetter, operator.attrgetter, operator.methodcaller, np.ufunc, enum.Enum),
+)
+_BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+
+
+def _changing_part(x: Any, path: str) -> tuple[str, Any] | None:
+    """The first part of a leaf that can change while the leaf stays equal, and its path."""
+    if isinstance(x, _NEVER_CHANGE) or _is_of_jax(x):
+        return None
+    parts = _compared_parts(x)
+    if parts is not None:
+        found = (_changing_part(part, path + step) for step, part in parts)
+        return next((part for part in found if part is not None), None)
+    by_value = type(x).__eq__ is not object.__eq__
+    return None if by_value and type(x).__hash__ not in (None, object.__hash__) else (path, x)
+
+
+def _compared_parts(x: Any) -> Iterable[tuple[str, Any]] | None:
+    """The parts that a value is made of, if it can never have others."""
+    if isinstance(x, functools.partial):
+        bound = {**dict(enumerate(x.args)), **x.keywords}
+        return [(".func", x.func), *((f"({at})", part) for at, part in bound.items())]
+    if isinstance(x, _BOUND):  # the `__self__` of a builtin is its module
+        return [(".__self__", x.__self__)]
+    if inspect.isroutine(x) or (callable(x) and hasattr(x, "__wrapped__")):
+        return ()
+    if isinstance(x, (tuple, frozenset)):
+        return [(f"[{i}]", item) for i, item in enumerate(x)]
+    if dataclasses.is_dataclass(x) and type(x).__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue] -- as `is_dataclass` says
+        fields = dataclasses.fields(x)
+        return [(f".{field.name}", getattr(x, field.name, None)) for field in fields]
+    return None
+
+
+def _is_of_jax(x: Any) -> bool:
+    """Whether it is a device, a mesh, a sharding, a type or a jitted function: all are values."""
+    return type(x).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 # ---------------------------------------------------------------- what an object holds
@@ -177,12 +151,12 @@ def found_in(x: Any, test: Callable[[Any], bool]) -> str | None:
     """The path, in an object, to a value for which a test is true; None if there is none.
 
     Args:
-        x: any object. Its attributes, items and closures are searched; modules and classes are
-            not.
+        x: any object. Its attributes, items and closures are searched; modules, classes and
+            objects of JAX are not.
         test: called with a value.
 
     Examples:
-        >>> found_in(functools.partial(max, {"w": [np.zeros(3)]}), is_array)
+        >>> found_in(functools.partial(max, {"w": [np.zeros(3)]}), _is_array)
         ".args[0]['w'][0]"
     """
     todo, seen = [("", x)], set[int]()
@@ -193,50 +167,35 @@ def found_in(x: Any, test: Callable[[Any], bool]) -> str | None:
         if test(value):
             return path
         seen.add(id(value))
-        todo += reversed([(path + step, part) for step, part in _parts(value)])
+        if not _is_of_jax(value):
+            todo += reversed([(path + step, part) for step, part in _parts(value)])
     return None
 
 
-_BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
-
-
 def _parts(x: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, and how that is written behind the object's name."""
     if isinstance(x, dict):
         yield from ((f"[{key!r}]", value) for key, value in x.items())
         return
+    names: list[str] = []
     if isinstance(x, (list, tuple, set, frozenset)):
         yield from ((f"[{i}]", value) for i, value in enumerate(x))
-    if isinstance(x, functools.partial):
-        yield from ((f".{name}", getattr(x, name)) for name in ("func", "args", "keywords"))
-    if isinstance(x, _BOUND):
-        yield ".__self__", x.__self__
-    if isinstance(x, types.MethodType):
-        yield "", x.__func__
-    if isinstance(x, types.FunctionType):
-        yield from _parts_of_function(x)
-    if isinstance(x, weakref.ref):
-        yield "()", x()
-    if isinstance(x, np.ndarray):  # of objects
-        yield from ((f"[{i}]", value) for i, value in enumerate(x.flat))
+    elif isinstance(x, types.FunctionType):
+        for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # a variable may have no value yet
+                yield f" closes over {name}", cell.cell_contents
+        names = ["__defaults__", "__kwdefaults__"]
+    elif isinstance(x, functools.partial):
+        names = ["func", "args", "keywords"]
+    elif isinstance(x, _BOUND):
+        names = ["__self__"]
+    else:
+        slots = getattr(type(x), "__slots__", ())
+        names = [slots] if isinstance(slots, str) else list(slots)
     yield from ((f".{name}", value) for name, value in getattr(x, "__dict__", {}).items())
-    if isinstance(x, types.FunctionType):  # all else it refers to are globals
-        return
-    yield from _parts_in_slots(x)
-    # What no name leads to: the items of a deque, slots with private names.
-    yield from ((f" in a {type(x).__name__}", value) for value in gc.get_referents(x))
-
-
-def _parts_of_function(x: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # a variable may have no value yet
-            yield f" closes over {name}", cell.cell_contents
-    yield from ((f".{name}", getattr(x, name)) for name in ("__defaults__", "__kwdefaults__"))
-
-
-def _parts_in_slots(x: Any) -> Iterator[tuple[str, Any]]:
-    for cls in type(x).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__"):
-                with contextlib.suppress(AttributeError):  # a slot may have no value yet
-                    yield f".{name}", getattr(x, name)
+    for name in names:
+        with contextlib.suppress(AttributeError):  # a slot may have no value, or a private name
+            yield f".{name}", getattr(x, name)
+    if not isinstance(x, types.FunctionType):  # all else that this refers to are globals
+        # what no name leads to, as the items of a deque
+        yield from ((f" in a {type(x).__name__}", value) for value in gc.get_referents(x))

@@ -31,7 +31,7 @@ from precpass.policy.scopes import clean_scope, join_scopes
 from precpass.policy.warned import PrecisionWarning, quietly, user_stacklevel
 from precpass.rewrite.rewriter import Rewriter
 
-__all__ = ["LoopStopped", "Traced", "checked_plan", "lowers_to_float16", "rewritten"]
+__all__ = ["LoopStopped", "Traced", "lowers_to_float16", "rewritten"]
 
 
 class LoopStopped(Exception):
@@ -41,7 +41,7 @@ class LoopStopped(Exception):
         place: where the loop is.
     """
 
-    def __init__(self, place: ir.Place, bound: int) -> None:
+    def __init__(self, place: ir.Place, bound: int | None) -> None:
         super().__init__(f"the loop at {place.source} did not end in {bound} trips")
         self.place = place
 
@@ -56,7 +56,7 @@ class Traced:
         region: where it is called.
         policy: the policy that counts there; None if the pass is switched off.
         scope: the name scope around it.
-        output: converts the jaxpr's results to the function's output.
+        finish: makes the function's output of the tree of its results.
     """
 
     call: ir.Call
@@ -64,15 +64,79 @@ class Traced:
     region: Region
     policy: PrecisionPolicy | None
     scope: str
-    output: Callable[[Sequence[Any]], Any]
+    finish: Callable[[Any], Any]
+
+    def output(self, results: Sequence[Any]) -> Any:
+        """The function's output, made of the jaxpr's results."""
+        return self.finish(jax.tree.unflatten(self.call.tree, results))
 
     def checked_plan(self, policy: PrecisionPolicy) -> Plan:
-        """The plan under a policy, with the errors and warnings of a call."""
-        return checked_plan(self.call, policy, self.scope, self.name)
+        """The plan under a policy, with the errors and warnings of a call.
+
+        Raises:
+            RuntimeError: on a JAX release that is newer than those tested, if the pass fails on it.
+
+        Warns:
+            PrecisionWarning: for each of the plan's notes, for each rule that matched nothing, and
+                if the policy lowered nothing; for a gradient in float16 without a loss scale.
+        """
+        check_jax()
+        jaxpr, plan = self.call.jaxpr, self.plan(policy)
+        texts = list(
+            _warning_texts(plan, policy, self.name, lambda: set(_layers(jaxpr, self.scope)))
+        )
+        if not policy.widens and not any(ir.precision_of(a) for a in ir.all_avals(jaxpr)):
+            dtypes = sorted({str(a.dtype) for a in ir.in_avals(jaxpr) if hasattr(a, "dtype")})
+            are = f"its arguments are {', '.join(dtypes)}" if dtypes else "it has no arguments"
+            texts = [
+                f"{self.name} has no floating-point values ({are}): it runs as written, since "
+                f"{policy.title} has nothing to decide"
+            ]
+        for text in texts:
+            warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
+        # also where a rule or a `keep` alone asks for float16
+        if lowers_to_float16(plan) and ir.takes_plain_gradient(jaxpr):
+            warn_of_unscaled_gradient(self.name)
+        return plan
 
     def plan(self, policy: PrecisionPolicy) -> Plan:
         """The plan under a policy, without warnings."""
-        return _planned(self.call, policy, self.scope)
+        call = self.call
+        closed_over, place = call.operands[: call.closed_over], device_of_call(call.operands)
+        of_device = place.platform, place.device_kind
+
+        def planned(policy: PrecisionPolicy) -> Plan:
+            return make_plan(call.jaxpr, policy, self.scope, closed_over, (), *of_device)
+
+        def rewritten_under(policy: PrecisionPolicy) -> Any:
+            return rewritten(call.jaxpr, planned(policy), current(), policy, self.scope)[0]
+
+        is_multiplied = policy.precision_for(OpKind.COMPUTE).is_multiplication
+        asks_nothing = policy.lock is not None or not policy.lowers or is_multiplied
+        if policy.profitability != "best" or asks_nothing:
+            return planned(policy)
+        # All processes must run one program, and might compile different ones.
+        why = "several processes run it" if jax.process_count() > 1 else ""
+        if isinstance(place, jax.sharding.AbstractDevice):
+            why = f"only the kind of its devices is known here, {place.device_kind}"
+        if why:
+            costs = f"not compiled, because {why}: every product is lowered to 16 bits"
+            return dataclasses.replace(planned(policy.with_scaled(None)), costs=costs)
+        # Imported here, because a program that compiles no candidates needs no files of choices.
+        from precpass.autotune.compiled import choice_of
+
+        try:
+            with quietly(), planned_for(place):
+                choice, said = choice_of(call.jaxpr, policy, self.scope, place, rewritten_under)
+        except RuntimeError as error:
+            # Of 8 bits nothing is known to pay.
+            plan = planned(policy.with_scaled(None))
+            note = f"profitability='best': {error}: every product is lowered to 16 bits instead"
+            return dataclasses.replace(plan, notes=(*plan.notes, note))
+        plan = planned(in_form(policy, choice.form))
+        costs = choice.text(device_for(place))
+        notes = (*plan.notes, *said)
+        return dataclasses.replace(plan, notes=notes, costs=costs, form=choice.form)
 
     def rewritten(self, plan: Plan, policy: PrecisionPolicy) -> Any:
         """The jaxpr rewritten under a plan; the same jaxpr if nothing changes."""
@@ -89,6 +153,11 @@ class Traced:
         operands = self.call.operands
         return [x if isinstance(x, jax.Ref) else ir.undifferentiated(x, advice) for x in operands]
 
+    def result_paths(self) -> list[str]:
+        """The paths of the jaxpr's results, in its order."""
+        tree = self.call.tree
+        return result_paths(jax.tree.unflatten(tree, range(tree.num_leaves)))
+
     def trips(self) -> int | None:
         """The most trips that a loop makes in the function as it was written, by running it.
 
@@ -96,7 +165,7 @@ class Traced:
         """
         if not ir.has_loops(self.call.jaxpr):
             return None
-        _, _, loops = self._bounded(self.call.jaxpr, ir.UNBOUNDED)
+        _, loops = self._run(self.call.jaxpr, None)
         return max((trips for _, trips, _ in loops), default=0)
 
     def run(self, plan: Plan, policy: PrecisionPolicy, bound: int | None = None) -> Any:
@@ -105,12 +174,8 @@ class Traced:
         Raises:
             LoopStopped: if a loop whose end depends on floating values makes `bound` trips.
         """
-        return self.output(self._evaluated(plan, policy, bound)[0])
-
-    def result_paths(self) -> list[str]:
-        """The paths of the jaxpr's results, in its order."""
-        tree = self.call.tree
-        return result_paths(jax.tree.unflatten(tree, range(tree.num_leaves)))
+        results = self.run_with_updates(plan, policy, bound)
+        return self.output(results[: self.call.tree.num_leaves])
 
     def run_with_updates(
         self, plan: Plan, policy: PrecisionPolicy, bound: int | None = None
@@ -120,30 +185,21 @@ class Traced:
         These are the jaxpr's results, with those that update modules, and then what the arguments'
         references hold after the call.
         """
-        results, operands = self._evaluated(plan, policy, bound)
-        return [*results, *(x[...] for x in operands if isinstance(x, jax.Ref))]
+        results, loops = self._run(self.rewritten(plan, policy), bound)
+        for place, _, stopped in loops:
+            if stopped:
+                raise LoopStopped(place, bound)
+        return results
 
-    def _evaluated(
-        self, plan: Plan, policy: PrecisionPolicy, bound: int | None
-    ) -> tuple[list[Any], list[Any]]:
-        new = self.rewritten(plan, policy)
-        if bound is not None:
-            results, operands, loops = self._bounded(new, bound)
-            for place, _, stopped in loops:
-                if stopped:
-                    raise LoopStopped(place, bound)
-            return results, operands
-        operands = copied(self.call.operands, arrays=False)
-        return jax.jit(lambda *xs: ir.evaluate(new, xs))(*operands), operands
-
-    def _bounded(
-        self, jaxpr: Any, bound: int
-    ) -> tuple[list[Any], list[Any], list[tuple[ir.Place, int, bool]]]:
-        """The results, the operands, and for each loop its place, trips, and if it was stopped."""
+    def _run(
+        self, jaxpr: Any, bound: int | None
+    ) -> tuple[list[Any], list[tuple[ir.Place, int, bool]]]:
+        """The results with updates, and for each loop its place, trips, and if it was stopped."""
         places: list[ir.Place] = []
+        most = ir.UNBOUNDED if bound is None else bound
 
         def run(*operands: Any) -> tuple[list[Any], Any]:
-            out, record, found = ir.with_bounded_loops(jaxpr, operands, bound, keeps_rules=False)
+            out, record, found = ir.with_bounded_loops(jaxpr, operands, most, keeps_rules=False)
             places[:] = found
             return out, record
 
@@ -151,7 +207,7 @@ class Traced:
         results, record = jax.jit(run)(*operands)
         counts: Any = np.asarray(record).tolist()
         loops = [(p, trips, bool(at)) for p, (trips, at) in zip(places, counts, strict=True)]
-        return results, operands, loops
+        return [*results, *(x[...] for x in operands if isinstance(x, jax.Ref))], loops
 
 
 def rewritten(
@@ -186,74 +242,6 @@ def rewritten(
         for aval in ir.out_avals(new)
     ]
     return ir.with_results_in(new, asked), rewriter
-
-
-def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) -> Plan:
-    """The plan of a traced call.
-
-    Raises:
-        RuntimeError: on a JAX release that is newer than those tested, if the pass fails on it.
-
-    Warns:
-        PrecisionWarning: for each of the plan's notes, for each rule that matched nothing, and if
-            the policy lowered nothing; for a gradient in float16 without a loss scale.
-    """
-    check_jax()
-    plan = _planned(call, policy, scope)
-    texts = list(_warning_texts(plan, policy, name, lambda: set(_layers(call.jaxpr, scope))))
-    if not policy.widens and not any(ir.precision_of(a) for a in ir.all_avals(call.jaxpr)):
-        dtypes = sorted({str(a.dtype) for a in ir.in_avals(call.jaxpr) if hasattr(a, "dtype")})
-        argument_types = (
-            f"its arguments are {', '.join(dtypes)}" if dtypes else "it has no arguments"
-        )
-        texts = [
-            f"{name} has no floating-point values ({argument_types}): it runs as written, since "
-            f"{policy.title} has nothing to decide"
-        ]
-    for text in texts:
-        warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
-    # also where a rule or a `keep` alone asks for float16
-    if lowers_to_float16(plan) and ir.takes_plain_gradient(call.jaxpr):
-        warn_of_unscaled_gradient(name)
-    return plan
-
-
-def _planned(call: ir.Call, policy: PrecisionPolicy, scope: str) -> Plan:
-    closed_over, place = call.operands[: call.closed_over], device_of_call(call.operands)
-    of_device = place.platform, place.device_kind
-
-    def planned(policy: PrecisionPolicy) -> Plan:
-        return make_plan(call.jaxpr, policy, scope, closed_over, (), *of_device)
-
-    def rewritten_under(policy: PrecisionPolicy) -> Any:
-        return rewritten(call.jaxpr, planned(policy), current(), policy, scope)[0]
-
-    is_multiplied = policy.precision_for(OpKind.COMPUTE).is_multiplication
-    asks_nothing = policy.lock is not None or not policy.lowers or is_multiplied
-    if policy.profitability != "best" or asks_nothing:
-        return planned(policy)
-    # All processes must run one program, and might compile different ones.
-    why = "several processes run it" if jax.process_count() > 1 else ""
-    if isinstance(place, jax.sharding.AbstractDevice):
-        why = f"only the kind of its devices is known here, {place.device_kind}"
-    if why:
-        costs = f"not compiled, because {why}: every product is lowered to 16 bits"
-        return dataclasses.replace(planned(policy.with_scaled(None)), costs=costs)
-    # Imported here, because a program that compiles no candidates needs no files of choices.
-    from precpass.autotune.compiled import choice_of
-
-    try:
-        with quietly(), planned_for(place):
-            choice, file_warnings = choice_of(call.jaxpr, policy, scope, place, rewritten_under)
-    except RuntimeError as error:
-        # Of 8 bits nothing is known to pay.
-        plan = planned(policy.with_scaled(None))
-        note = f"profitability='best': {error}: every product is lowered to 16 bits instead"
-        return dataclasses.replace(plan, notes=(*plan.notes, note))
-    plan = planned(in_form(policy, choice.form))
-    costs = choice.text(device_for(place))
-    notes = (*plan.notes, *file_warnings)
-    return dataclasses.replace(plan, notes=notes, costs=costs, form=choice.form)
 
 
 def lowers_to_float16(plan: Plan) -> bool:

@@ -19,7 +19,7 @@ from jax import lax
 
 from precpass import jaxpr as ir
 from precpass.api import auto_mixed
-from precpass.jit.calls import check_function
+from precpass.jit.functions import check_function
 from precpass.jit.mixed import Mixed
 from precpass.jit.region import keep
 from precpass.loss_scale import Axes

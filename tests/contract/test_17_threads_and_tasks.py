@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 
 import jax
@@ -38,21 +39,12 @@ def together(count, fn):
 # ---------------------------------------------------------------- threads
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_concurrent_first_calls_give_the_same_result(grad):
-    fn = jax.grad(lambda x: jnp.tanh(x @ W).sum()) if grad else square
-    mixed = pp.auto_mixed(fn)
+def test_concurrent_first_calls_share_one_program():
+    mixed = pp.auto_mixed(jax.grad(lambda x: jnp.tanh(x @ W).sum()))
     results = together(8, lambda i: np.asarray(mixed(X)))
-    assert rel_error(results[0], jax.jit(fn)(X)) < 2e-2
+    assert rel_error(results[0], jax.grad(lambda x: jnp.tanh(x @ W).sum())(X)) < 2e-2
     for result in results:
         np.testing.assert_array_equal(result, results[0])
-
-
-def test_concurrent_callers_share_one_program():
-    mixed = pp.auto_mixed(square)
-    jitted = together(8, lambda i: mixed.trace(X).jaxpr)
-    again = mixed.trace(X).jaxpr
-    assert again in [j for j in jitted if j is again]
     assert len({id(j) for j in together(4, lambda i: mixed.trace(X).jaxpr)}) == 1
 
 
@@ -75,18 +67,14 @@ def test_policies_of_threads_do_not_meet():
     assert all(together(4, run))
 
 
-@pytest.mark.release(keep=2)
-@pytest.mark.parametrize("policy", ["AutoMixed", None, "AlwaysF32"])
+@pytest.mark.parametrize("policy", ["AutoMixed", None])
 def test_no_region_outlives_clear_cache(policy):
     factor = 1.0
     mixed = pp.auto_mixed(lambda x: factor * (x @ x))
     with pp.use_policy(policy):
         before = mixed(X)
-    first = mixed(X)
     factor = 2.0
-    np.testing.assert_array_equal(mixed(X), first)
     mixed.clear_cache()
-    np.testing.assert_array_equal(mixed(X), 2.0 * first)
     with pp.use_policy(policy):
         np.testing.assert_array_equal(mixed(X), 2.0 * before)
 
@@ -138,26 +126,6 @@ def test_a_region_belongs_to_its_task():
     assert product_dtypes(jax.make_jaxpr(lambda x: mixed(x))(X)) == ["bfloat16"]
 
 
-def test_keep_belongs_to_its_task():
-    mixed = pp.auto_mixed(square)
-
-    async def kept(entered, leave):
-        with pp.keep("f16"):
-            entered.set()
-            await leave.wait()
-            return kinds(mixed)
-
-    async def main():
-        entered, leave = asyncio.Event(), asyncio.Event()
-        inside = asyncio.create_task(kept(entered, leave))
-        await entered.wait()
-        outside = kinds(mixed)
-        leave.set()
-        return outside, await inside
-
-    assert asyncio.run(main()) == (["bfloat16"], ["float16"])
-
-
 def test_a_thread_that_a_task_starts_has_its_region():
     mixed = pp.auto_mixed(square)
 
@@ -168,11 +136,11 @@ def test_a_thread_that_a_task_starts_has_its_region():
     assert asyncio.run(main()) == ["float16"]
 
 
-def beside(policy, run):
+def beside(policy, run, inner=contextlib.nullcontext):
     """What `run` gives in a task while another one has a region open, and the key is its own."""
 
     async def other(entered, leave):
-        with pp.use_policy(policy):
+        with pp.use_policy(policy), inner():
             entered.set()
             await leave.wait()
 
@@ -216,6 +184,11 @@ def test_a_call_that_runs_as_written_brings_its_region_too():
     np.testing.assert_array_equal(run(), jax.jit(square)(X))
 
 
+def test_keep_belongs_to_its_task():
+    mixed = pp.auto_mixed(square)
+    assert beside("AutoMixed", lambda: kinds(mixed), lambda: pp.keep("f16")) == ["bfloat16"]
+
+
 def test_a_region_of_another_task_where_jit_is_disabled():
     mixed = pp.auto_mixed(square)
 
@@ -227,32 +200,17 @@ def test_a_region_of_another_task_where_jit_is_disabled():
     np.testing.assert_array_equal(beside("AlwaysF32", run), wanted)
 
 
-@pytest.mark.parametrize("policy", ["AutoMixedBf16", None])
-def test_a_call_inside_jit_is_not_traced_under_another_tasks_region(policy):
+def test_what_jits_cache_cannot_tell_apart_is_an_error():
     mixed = pp.auto_mixed(square)
     jitted = jax.jit(lambda x: mixed(x))
 
     def run():
         with pytest.raises(RuntimeError, match="region of another asyncio task") as caught:
             jitted(X)
-        return caught.value
-
-    with pp.use_policy(policy):
-        mixed(X)
-        assert beside("AutoMixed", run).__context__ is None
-    with pp.use_policy("AutoMixed"):
-        assert product_dtypes(jitted.trace(X).jaxpr) == ["float16"]
-
-
-def test_what_jits_cache_cannot_tell_apart_is_an_error():
-    mixed = pp.auto_mixed(square)
-    jitted = jax.jit(lambda x: mixed(x))
-
-    def run():
-        with pytest.raises(RuntimeError, match="region of another asyncio task"):
-            jitted(X)
+        assert caught.value.__context__ is None
         mixed(X)  # brings this task's region back
         return kinds(jitted)
 
     assert beside("AutoMixed", run) == ["bfloat16"]
-    assert kinds(jitted) == ["bfloat16"]
+    with pp.use_policy("AutoMixed"):
+        assert kinds(jitted) == ["float16"]

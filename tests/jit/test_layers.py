@@ -207,17 +207,11 @@ OF_INPUT = {
 }
 
 
-@pytest.mark.release(keep=1)
-@pytest.mark.parametrize(("made", "module", "wanted"), CASES)
-def test_a_rule_keeps_one_layer_wide(made: Any, module: str, wanted: int):
-    fn, args = made()
-    assert wide_products(fn, args, module) == (wanted, 10)
-
-
 @pytest.mark.release(keep=2)
 @pytest.mark.parametrize(("made", "module", "wanted"), CASES)
-def test_a_rule_keeps_the_layers_backward_pass_wide_too(made: Any, module: str, wanted: int):
+def test_a_rule_keeps_one_layer_wide_forward_and_backward(made: Any, module: str, wanted: int):
     fn, args = made()
+    assert wide_products(fn, args, module) == (wanted, 10)
     # Each product has two more for its operands' gradients; nobody asks for that of the input,
     # which the first two products read.
     of_input = OF_INPUT.get(module, 0)

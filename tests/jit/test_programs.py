@@ -20,18 +20,6 @@ from tests.support.values import normal, rel_error
 X = jnp.asarray(normal(0, 8, 8))
 
 
-class Counted:
-    """A function with the number of its traces."""
-
-    def __init__(self, fn=lambda x: jnp.tanh(x @ x).sum()):
-        self.traces = 0
-        self.fn = fn
-
-    def __call__(self, *args):
-        self.traces += 1
-        return self.fn(*args)
-
-
 def counted():
     """A plain function and the list that it appends to when it is traced."""
     traces = []
@@ -47,13 +35,11 @@ def counted():
 
 USES = {
     "call": lambda f: pp.auto_mixed(f)(X),
-    "policy": lambda f: pp.auto_mixed(f, policy="AutoMixed")(X),
     "policy in two forms": lambda f: (
         pp.auto_mixed(f, policy="AutoMixedF16")(X),
         pp.auto_mixed(f, policy=pp.AutoMixedF16)(X),
         pp.auto_mixed(policy="c=f16")(f)(X),
     ),
-    "profitability": lambda f: pp.auto_mixed(f, profitability="always")(X),
     "options": lambda f: pp.auto_mixed(f, static_argnums=(), keep_unused=True)(X),
     "shardings": lambda f: pp.auto_mixed(
         f, in_shardings=NamedSharding(jax.make_mesh((1,), ("x",)), P())
@@ -92,48 +78,23 @@ def test_and_compiled_once():
     assert len(compiled) == 1, "the listener sees what is compiled"
 
 
-def test_in_a_decorated_inner_function_too():
-    traces = []
-
-    @pp.auto_mixed
-    def step(x):
-        traces.append(1)
-        return x @ x
-
-    for _ in range(3):
-        pp.auto_mixed(step)(X)
-        jax.jit(lambda x: step(x))(X)
-    assert len(traces) == 1
-
-
-def test_another_policy_is_another_program():
-    fn, _ = counted()
-    for policy, dtype in (("AutoMixed", "float16"), ("AutoMixedBf16", "bfloat16")) * 2:
-        assert product_dtypes(pp.auto_mixed(fn, policy=policy).trace(X).jaxpr) == [dtype]
-    wide = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="f32"))
-    with quiet():
-        assert product_dtypes(pp.auto_mixed(fn, policy=wide).trace(X).jaxpr) == ["float32"]
-
-
 def test_the_policy_and_the_region_of_a_call_count_as_before():
     fn, traces = counted()
-    plain = {}
 
-    def dtypes():
-        return product_dtypes(pp.auto_mixed(fn).trace(X).jaxpr)
+    def dtypes(policy=None):
+        return product_dtypes(pp.auto_mixed(fn, policy=policy).trace(X).jaxpr)
 
     for _ in range(2):
-        plain[0] = dtypes()
-        with pp.use_policy("AutoMixed"):
-            plain[1] = dtypes()
-        with quiet(), pp.use_policy("AlwaysF32"):
-            plain[2] = dtypes()
-        with pp.use_policy(None):
-            plain[3] = dtypes()
-        with quiet(), pp.keep("f32"):
-            plain[4] = dtypes()
-        assert [*plain.values()] == [["bfloat16"], ["float16"], *[["float32"]] * 3]
-    assert len(traces) <= 5
+        assert (dtypes(), dtypes("AutoMixed")) == (["bfloat16"], ["float16"])
+        for region, dtype in (
+            (pp.use_policy("AutoMixed"), "float16"),
+            (pp.use_policy("AlwaysF32"), "float32"),
+            (pp.use_policy(None), "float32"),
+            (pp.keep("f32"), "float32"),
+        ):
+            with quiet(), region:
+                assert dtypes() == [dtype]
+    assert len(traces) <= 6
 
 
 def test_rules_that_differ_in_their_evidence_alone_keep_their_own():
@@ -196,19 +157,6 @@ def test_a_bound_method_is_that_of_its_object():
     assert float(pp.auto_mixed(one.apply)(X) / pp.auto_mixed(two.apply)(X)) == pytest.approx(2.5)
 
 
-class Unhashable(Counted):
-    __hash__ = None
-
-
-class RefusesEquality(Counted):
-    def __eq__(self, other):
-        if isinstance(other, RefusesEquality):
-            raise RuntimeError("never equal")
-        return NotImplemented
-
-    __hash__ = Counted.__hash__
-
-
 class Slots:
     __slots__ = ("traces",)
 
@@ -220,14 +168,27 @@ class Slots:
         return (x @ x).sum()
 
 
+class RefusesEquality:
+    def __init__(self):
+        self.traces = 0
+
+    def __call__(self, x):
+        self.traces += 1
+        return (x @ x).sum()
+
+    def __eq__(self, other):
+        if isinstance(other, RefusesEquality):
+            raise RuntimeError("never equal")
+        return NotImplemented
+
+    __hash__ = object.__hash__
+
+
 def test_objects_that_are_called_are_found_by_identity():
-    for fn in (Counted(), RefusesEquality()):
-        for _ in range(3):
-            pp.auto_mixed(fn)(X)
-        assert fn.traces == 1
-    # JAX itself refuses an unhashable one
-    with pytest.raises(TypeError):
-        jax.jit(Unhashable())(X)
+    fn = RefusesEquality()
+    for _ in range(3):
+        pp.auto_mixed(fn)(X)
+    assert fn.traces == 1
 
 
 def test_an_object_without_weak_references_is_called_all_the_same():
@@ -302,10 +263,8 @@ PROGRAMS = {
 }
 WAYS = {
     "call": lambda f: pp.auto_mixed(f)(X),
-    "float16": lambda f: pp.auto_mixed(f, policy="AutoMixed")(X),
     "grad(auto)": lambda f: jax.grad(pp.auto_mixed(f))(X),
     "auto(grad)": lambda f: pp.auto_mixed(jax.grad(f))(X),
-    "vjp": lambda f: jax.vjp(pp.auto_mixed(f), X)[1](jnp.float32(1)),
     "compiled": lambda f: pp.auto_mixed(f).lower(X).compile(),
     "inspect": lambda f: pp.inspect(f)(X).diff(),
     "explain": lambda f: str(pp.explain(f)(X)),

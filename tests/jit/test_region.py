@@ -8,6 +8,7 @@ import pytest
 import precpass as pp
 from precpass import AlwaysF32, AutoMixed, AutoMixedBf16, PrecisionWarning
 from tests.support.jaxprs import operand_dtypes, product_dtypes
+from tests.support.passes import quiet
 from tests.support.values import stable_id
 
 X = jnp.linspace(-1, 1, 64).reshape(8, 8)
@@ -25,32 +26,36 @@ def run(fn, x=X):
 # ---------------------------------------------------------------- use_policy
 
 
-@pytest.mark.parametrize("policy", ["AutoMixed", AutoMixed, "p=f32,c=f16,o=f32"], ids=stable_id)
-def test_use_policy_is_the_default_inside_and_not_outside(policy):
-    mixed = pp.auto_mixed(square)
-    with pp.use_policy(policy):
-        assert run(mixed) == ["float16"]
-    assert run(mixed) == ["bfloat16"]
+@pytest.mark.parametrize(
+    ("own", "around", "wanted"),
+    [
+        (None, ["AutoMixed"], "float16"),
+        (None, [AutoMixed], "float16"),
+        (None, ["p=f32,c=f16,o=f32"], "float16"),
+        (AutoMixedBf16, ["AutoMixed"], "bfloat16"),
+        (None, ["AutoMixed", "AutoMixedBf16"], "bfloat16"),
+        (None, ["AutoMixed", None], "float32"),
+        (None, [AlwaysF32], "float32"),
+    ],
+    ids=stable_id,
+)
+def test_the_innermost_use_policy_is_the_default(own, around, wanted):
+    mixed = pp.auto_mixed(square, policy=own)
+    jitted = jax.jit(lambda x: mixed(x))
+    outside = run(mixed)
+    assert run(jitted) == outside == ["bfloat16"]
 
+    def inside(policies):
+        if not policies:
+            return run(mixed), run(jitted)
+        with pp.use_policy(policies[0]):
+            before = run(mixed)
+            found = inside(policies[1:])
+            assert run(mixed) == before, "the outer one comes back"
+            return found
 
-def test_a_policy_of_its_own_comes_first():
-    mixed = pp.auto_mixed(square, policy=AutoMixedBf16)
-    with pp.use_policy("AutoMixed"):
-        assert run(mixed) == ["bfloat16"]
-
-
-def test_the_innermost_use_policy_wins_and_the_outer_one_comes_back():
-    mixed = pp.auto_mixed(square)
-    with pp.use_policy("AutoMixed"):
-        with pp.use_policy("AutoMixedBf16"):
-            assert run(mixed) == ["bfloat16"]
-        assert run(mixed) == ["float16"]
-        with pp.use_policy(None):
-            assert run(mixed) == ["float32"]
-            with pp.use_policy("AutoMixedBf16"):
-                assert run(mixed) == ["bfloat16"]
-            assert run(mixed) == ["float32"]
-        assert run(mixed) == ["float16"]
+    assert inside(around) == ([wanted], [wanted])
+    assert run(mixed) == outside
 
 
 def test_an_exception_inside_restores_the_default():
@@ -62,44 +67,36 @@ def test_an_exception_inside_restores_the_default():
 def test_each_policy_has_its_own_compiled_program():
     mixed = pp.auto_mixed(square)
     outs = [mixed(X)]
-    with pp.use_policy("AutoMixed"):
-        outs.append(mixed(X))
-    with pp.use_policy(None):
-        outs.append(mixed(X))
-    with pp.use_policy("AlwaysF32"):
-        outs.append(mixed(X))
+    for policy in ("AutoMixed", None, "AlwaysF32"):
+        with pp.use_policy(policy):
+            outs.append(mixed(X))
     low, half, off, wide = (np.abs(out - square(X)).max() for out in outs)
     assert low > half > off == wide == 0
 
 
-def test_use_policy_decides_inside_a_jitted_function_that_was_traced_outside():
+def test_use_policy_and_keep_work_as_decorators():
     mixed = pp.auto_mixed(square)
-    jitted = jax.jit(lambda x: mixed(x))
-    assert run(jitted) == ["bfloat16"]
-    with pp.use_policy(None):
-        assert run(jitted) == ["float32"]
-
-
-@pytest.mark.parametrize("policy", [None, AlwaysF32], ids=stable_id)
-def test_use_policy_works_as_a_decorator(policy):
-    mixed = pp.auto_mixed(square)
-
-    @pp.use_policy(policy)
-    def fn(x):
-        return mixed(x)
-
+    fn = pp.use_policy(None)(lambda x: mixed(x))
     assert run(fn) == run(fn) == ["float32"]
-    assert run(mixed) == ["bfloat16"]
+    head = pp.keep("f32")(square)
+    assert head.__name__ == "square"
+    assert run(pp.auto_mixed(lambda x: head(head(x)) @ x)) == ["float32", "float32", "bfloat16"]
 
 
 @pytest.mark.parametrize(
-    ("bad", "error"),
-    [("Quarter", ValueError), (16, TypeError), ("c=quarter", ValueError)],
+    ("take", "bad", "error"),
+    [
+        (pp.use_policy, "Quarter", ValueError),
+        (pp.use_policy, 16, TypeError),
+        (pp.use_policy, "c=quarter", ValueError),
+        (pp.keep, "float8_e3m4", ValueError),
+        (pp.keep, 3, ValueError),
+    ],
     ids=stable_id,
 )
-def test_use_policy_refuses_what_is_no_policy(bad, error):
-    with pytest.raises(error) as caught, pp.use_policy(bad):
-        pytest.fail("the body ran under a policy that does not exist")
+def test_what_is_no_policy_or_precision_is_refused(take, bad, error):
+    with pytest.raises(error) as caught, take(bad):
+        pytest.fail("the body ran")
     assert str(bad).removeprefix("c=") in str(caught.value)
     assert "bf16" in str(caught.value)
 
@@ -113,65 +110,52 @@ def test_off_means_that_nothing_is_refused_or_warned_of():
 # ---------------------------------------------------------------- keep
 
 
-def test_keep_as_a_context_manager():
-    def fn(x):
-        with pp.keep("f32"):
-            h = x @ x
-        return h @ x
-
-    assert run(pp.auto_mixed(fn)) == ["float32", "bfloat16"]
-
-
-def test_keep_as_a_decorator_works_at_every_call():
-    head = pp.keep("f32")(square)
+def kept(*precisions):
+    """A chain of products, each in its own `keep`, or in none for None."""
 
     def fn(x):
-        return head(head(x)) @ x
+        h = x
+        for precision in precisions:
+            if precision is None:
+                h = h @ x
+            else:
+                with pp.keep(precision):
+                    h = h @ x
+        return h
 
-    assert run(pp.auto_mixed(fn)) == ["float32", "float32", "bfloat16"]
-    assert head.__name__ == "square"
+    return fn
 
 
-def test_keep_around_a_call_fixes_the_whole_program():
-    mixed = pp.auto_mixed(lambda x: (x @ x) @ x)
-    with pp.keep("f16"):
-        assert run(mixed) == ["float16"] * 2
-    assert run(mixed) == ["bfloat16"] * 2
+@pytest.mark.parametrize(
+    ("inside", "around", "policy", "wanted"),
+    [
+        (["f32", None], None, None, ["float32", "bfloat16"]),
+        ([None, None], "f16", None, ["float16"] * 2),
+        ([None, None], "f32", None, ["float32"] * 2),
+        (["bf16", None], "f16", None, ["bfloat16", "float16"]),
+        (["bf16", None, "f64"], None, AlwaysF32, ["bfloat16", "float32", "float64"]),
+    ],
+    ids=stable_id,
+)
+def test_the_innermost_keep_counts(inside, around, policy, wanted):
+    mixed = pp.auto_mixed(kept(*inside), policy=policy)
+    context = pp.keep(around) if around else quiet()
+    with quiet(), context:
+        assert product_dtypes(pp.inspect(mixed)(X).after) == wanted
+        out = mixed(X)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, kept(*inside)(X), atol=0.05)
+
+
+def test_a_keep_around_a_call_that_lowers_nothing_is_named():
     with pp.keep("f32"), pytest.warns(PrecisionWarning, match=r"keep\('f32'\)"):
-        assert run(mixed) == ["float32"] * 2
-
-
-def test_keep_around_a_call_gives_way_to_one_inside():
-    def fn(x):
-        with pp.keep("bf16"):
-            h = x @ x
-        return h @ x
-
-    with pp.keep("f16"):
-        assert run(pp.auto_mixed(fn)) == ["bfloat16", "float16"]
+        pp.auto_mixed(square)(X)
 
 
 def test_keep_alone_changes_nothing():
     with pp.keep("bf16"):
-        out = square(X)
-    np.testing.assert_array_equal(out, square(X))
-    assert run(square) == ["float32"]
-
-
-def test_early_layers_low_middle_wide_head_in_float64_under_always_f32():
-    def fn(x):
-        with pp.keep("bf16"):
-            h = x @ x
-        h = h @ x
-        with pp.keep("f64"):
-            return h @ x
-
-    mixed = pp.auto_mixed(fn, policy=AlwaysF32)
-    found = pp.inspect(mixed)(X)
-    assert product_dtypes(found.after) == ["bfloat16", "float32", "float64"]
-    out = mixed(X)
-    assert out.dtype == jnp.float32
-    np.testing.assert_allclose(out, fn(X), atol=0.05)
+        assert run(square) == ["float32"]
+        np.testing.assert_array_equal(square(X), jnp.asarray(X) @ X)
 
 
 def test_keep_f64_has_the_digits_of_float64_with_x64_off():
@@ -184,11 +168,3 @@ def test_keep_f64_has_the_digits_of_float64_with_x64_off():
     assert np.abs(fn(x) - x).max() > 0.1
     np.testing.assert_allclose(mixed(x), x, atol=1e-6)
     assert operand_dtypes(pp.inspect(mixed)(x).after, "add") == ["float64"]
-
-
-@pytest.mark.parametrize("bad", ["quarter", "float8_e3m4", 3], ids=stable_id)
-def test_keep_refuses_an_unknown_precision(bad):
-    with pytest.raises(ValueError) as caught, pp.keep(bad):
-        pytest.fail("the region ran in a precision that does not exist")
-    assert repr(bad) in str(caught.value)
-    assert "'bf16'" in str(caught.value)

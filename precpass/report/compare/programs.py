@@ -14,8 +14,8 @@ from precpass import jaxpr as ir
 from precpass.api import auto_mixed
 from precpass.devices.detect import planned_for
 from precpass.devices.targets import abstract_on, check_places
-from precpass.jit.arguments import Declared, copied, holds_static
-from precpass.jit.calls import name_of, shown_name
+from precpass.jit.arguments import Declared, copied, needs_steps
+from precpass.jit.functions import name_of, shown_name
 from precpass.jit.mixed import Mixed
 from precpass.jit.nnx import has_nodes
 from precpass.measure.execute import (
@@ -221,7 +221,9 @@ class Subject:
         users_own = run = fn, declared, args, self.kwargs
         named: list[Leaf] = []
         # what crosses into jit in steps takes Python longer than a small program runs: no row pays
-        in_steps = self.target is not None or _crosses_in_steps(declared, args, self.kwargs)
+        in_steps = self.target is not None or any(
+            map(needs_steps, declared.each(args, self.kwargs))
+        )
         if in_steps or not is_jitted(fn):
             call, operands, named = on_arrays(fn, declared, name_of(fn), args, self.kwargs)
             on_arrays_alone = jax.jit(call)
@@ -292,17 +294,6 @@ class Program(NamedTuple):
         values = [fetched(leaf.value) for leaf in leaves]
         pairs = zip(self.named or leaves, values, strict=True)
         return [leaf._replace(value=value) for leaf, value in pairs]
-
-
-def _crosses_in_steps(declared: Declared, args: Any, kwargs: Any) -> bool:
-    """Whether there are modules of flax nnx, or static leaves, among the arguments."""
-    crossings: list[bool] = []
-
-    def look(x: Any, _name: str) -> None:
-        crossings.append(has_nodes(x) or holds_static(x))
-
-    declared.map(look, args, kwargs)
-    return any(crossings)
 
 
 def timed(
