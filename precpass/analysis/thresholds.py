@@ -16,6 +16,10 @@ _OF_LOOPS, _OF_RESULTS = 0.1, 2**-8
 do not keep a residual above the first; the second is an error of bfloat16."""
 
 
+_FUNCTIONS = frozenset(("sqrt", "rsqrt", "cbrt", "exp", "exp2", "pow", "log"))
+"""Functions by which programs write tolerances, such as the root of a machine epsilon."""
+
+
 def moves(name: str) -> bool:
     """Whether a primitive only moves or casts its operands."""
     return op(name).kind is OpKind.DATA_MOVEMENT or name in ("convert_element_type", "copy")
@@ -59,21 +63,45 @@ class Thresholds:
 
     def _is_tolerance(self, body: int, atom: ir.Atom, in_loop: bool) -> bool:
         """Whether a number is small, a multiple of a small one, or given to a loop."""
+        number = self._numbers.of(body, atom)
+        if number is not None:
+            return 0 < abs(number) < (_OF_LOOPS if in_loop else _OF_RESULTS)
         maker = self.graph.maker(body, atom)
         if maker is None:
-            number = self._numbers.of(body, atom)
-            if number is None:
-                return in_loop and self._is_given(body, atom)
-            return 0 < abs(number) < (_OF_LOOPS if in_loop else _OF_RESULTS)
+            return in_loop and self._is_given(body, atom)
         name = maker.primitive.name
+        if name == "jit":
+            ((called, child),) = self.graph.children[self.graph.row_of_maker(body, atom)]
+            inside = dict(zip(called.results, ir.open_jaxpr(called.jaxpr).outvars, strict=True))
+            return self._is_tolerance(child, inside[maker.outvars.index(atom)], in_loop)
+        if in_loop and name in _FUNCTIONS:
+            (operand, *_) = maker.invars
+            is_small = self._is_tolerance(body, operand, in_loop)
+            return is_small or self._is_given_or_number(body, operand)
         if name in ("mul", "max", "min", "square", "integer_pow"):
             return any(self._is_tolerance(body, v, in_loop) for v in maker.invars)
+        if name == "select_n":
+            return any(self._is_tolerance(body, v, in_loop) for v in maker.invars[1:])
         if name == "add":
             return all(self._is_tolerance(body, v, in_loop) for v in maker.invars)
         return moves(name) and self._is_tolerance(body, maker.invars[0], in_loop)
 
     def _is_given(self, body: int, atom: ir.Atom) -> bool:
         """Whether an operand of a loop is the same in each of its trips."""
-        loops = [loop for _, loop in self.graph.callers[body] if loop.decides or loop.carry]
+        loops = [of for of in self.graph.callers[body] if of[1].decides or of[1].carry]
         invars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars
-        return bool(loops) and atom in invars[: loops[0].constants]
+        if not loops or atom not in invars:
+            return False
+        (row, loop), at = loops[0], invars.index(atom)
+        if at < loop.constants:
+            return True
+        trip, _ = self.graph.children[row][-1]  # of a while: its condition stands before its body
+        opened = ir.open_jaxpr(trip.jaxpr)
+        carried = at - loop.constants
+        return opened.outvars[carried] is opened.invars[trip.constants + carried]
+
+    def _is_given_or_number(self, body: int, atom: ir.Atom) -> bool:
+        maker = self.graph.maker(body, atom)
+        if maker is not None and moves(maker.primitive.name):
+            return self._is_given_or_number(body, maker.invars[0])
+        return self._numbers.of(body, atom) is not None or self._is_given(body, atom)

@@ -218,7 +218,7 @@ FLOAT64_REGION = Template(
     "leave the keep('f64') region, or narrow it",
 )
 
-NEEDED = Template(_NEED, "needed exactly: {}", "to lower it, add a Rule or a keep region")
+NEEDED = Template(_NEED, "needed exactly: {}")
 
 # ---------------------------------------------------------------- what would gain nothing
 

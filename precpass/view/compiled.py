@@ -35,7 +35,7 @@ class Compiled:
         if traffic.without_cycles:
             cycles += f", which leaves out {counted(traffic.without_cycles, 'kernel')}"
         if traffic.guesses:
-            cycles += ", with one trip of each loop whose number only run time knows"
+            cycles += ", with one iteration of each loop whose number is not known"
         each = f" of each of {memory.devices} devices" if memory and memory.devices > 1 else ""
         lines = [
             f"kernels{each} move {sized(traffic.moved)}{cycles}; {traffic.casts} only cast "

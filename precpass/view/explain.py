@@ -417,7 +417,7 @@ def _assumptions(found: list[Row]) -> Iterator[str]:
     """The assumptions behind the figures, in words."""
     bodies = [body for row in found for body in row.info.bodies]
     if any(body.trips is None for body in bodies):
-        yield f"figures: {NOMINAL_SIZE} trips of each loop whose number only run time knows"
+        yield f"the figures count {NOMINAL_SIZE} iterations of each loop whose number is not known"
     values = (v for row in found for v in (*row.info.operands, *row.info.results))
     if any(isinstance(d, str) for value in values for d in value.shape):
         yield f"figures: {NOMINAL_SIZE} for each symbolic dimension"

@@ -50,6 +50,16 @@ INTEGERS = {
         lambda x, w: lax.scan(lambda c, row: (c, jnp.floor(row @ w).astype(int)), 0, x)[1],
         (POSITIONS, CELLS),
     ),
+    "a seed": (
+        lambda x, w: jax.random.bits(jax.random.key((x @ w).astype(int)[0, 0]), (3,)),
+        (POSITIONS, CELLS),
+    ),
+    "a key that is folded in": (
+        lambda x, w: jax.vmap(
+            lambda n: jax.random.bits(jax.random.fold_in(jax.random.key(0), n), ())
+        )(jnp.floor(x @ w)[:, 0].astype(int)),
+        (POSITIONS, CELLS),
+    ),
     "of a vmap": (
         jax.vmap(lambda row, w: jnp.floor(w @ row), (0, None)),
         (POSITIONS, CELLS),
@@ -84,6 +94,19 @@ def nearest_image(x, w):
     return d - 2.5 * jnp.round(d / 2.5)
 
 
+PHASES = {
+    "floor": lambda d: d - jnp.floor(d),
+    "ceil": lambda d: jnp.ceil(d) - d,
+    "trunc": lambda d: d - jnp.trunc(d),
+    "modf": lambda d: jnp.modf(d)[0],
+    "a cast": lambda d: d - d.astype(int).astype(jnp.float32),
+    "a triangle": lambda d: jnp.abs(d - jnp.floor(d + 0.5)),
+    "a wrap": lambda d: d - 2 * jnp.pi * jnp.floor((d + jnp.pi) / (2 * jnp.pi)),
+    "a shifted wrap": lambda d: (d + 3.0) - 6.0 * jnp.floor((d + 3.0) / 6.0),
+    "a shifted fold": lambda d: d - 2.5 * jnp.floor(d / 2.5 + 0.5),
+}
+
+
 DIGITS = {
     "cholesky": (
         lambda a, b: jnp.linalg.cholesky(a @ a.T + N * jnp.eye(N) - 0.01 * (b.T @ b)),
@@ -109,7 +132,10 @@ DIGITS = {
     "tan": (lambda x, w: jnp.tan(0.01 * angles(x, w)), (A, 0.1 * B)),
     "a remainder": (lambda x, w: jnp.square(jnp.mod(angles(x, w), 1.0) - 0.5), (A, B)),
     "a nearest image": (lambda x, w: jnp.square(nearest_image(x, w)), (A, B)),
-    "what is behind the point": (lambda x, w: (lambda d: d - jnp.floor(d))(angles(x, w)), (A, B)),
+    **{
+        f"a phase by {name}": (lambda x, w, phase=phase: jnp.square(phase(angles(x, w))), (A, B))
+        for name, phase in PHASES.items()
+    },
     "exp of an imaginary number": (
         lambda x, w: jnp.exp(lax.complex(0 * x, angles(x, w))).real,
         (A, B),
@@ -155,6 +181,13 @@ def until(tolerance, residual):
         return looped(step, lambda *s: residual(*s) > tolerance(b), jnp.zeros_like(b), b, b)
 
     return solve
+
+
+def with_its_tolerance(a, b):
+    def step(x, r, tolerance):
+        return x + 0.4 * r, b - a @ (x + 0.4 * r), tolerance
+
+    return looped(step, lambda x, r, tol: jnp.linalg.norm(r) > tol, jnp.zeros_like(b), b, 1e-4)
 
 
 def newton_schulz(a, _):
@@ -245,6 +278,16 @@ LOOPS = {
     "a tolerance from outside": until(
         lambda b: jnp.abs(b[0]) * 1e-4, lambda x, old, r: jnp.sum(r * r)
     ),
+    "a computed tolerance": until(lambda b: jnp.sqrt(1e-8), lambda x, old, r: jnp.linalg.norm(r)),
+    "a power of ten": until(lambda b: jnp.power(10.0, -4), lambda x, old, r: jnp.linalg.norm(r)),
+    "an exponential": until(lambda b: jnp.exp(-9.0), lambda x, old, r: jnp.linalg.norm(r)),
+    "a root of a tolerance from outside": until(
+        lambda b: jnp.sqrt(1e-8 * jnp.abs(b[0])), lambda x, old, r: jnp.linalg.norm(r)
+    ),
+    "a chosen tolerance": until(
+        lambda b: jnp.where(b[0] > 0, 1e-4, 1e-3), lambda x, old, r: jnp.linalg.norm(r)
+    ),
+    "a tolerance that is carried": with_its_tolerance,
     "Newton-Schulz": newton_schulz,
     "a flag": flagged,
     "a residual in the condition": recomputed,
@@ -428,7 +471,9 @@ def test_the_reader_is_named():
     assert "its result becomes whole numbers at test_07_what_readers_need.py:" in text_of(
         look(fn, pp.AutoMixedBf16, *args)
     )
-    assert "to lower it, add a Rule or a keep region" in str(pp.explain(fn)(*args))
+    # nobody would want to change it
+    explained = pp.explain(fn)(*args)
+    assert explained.wide[0].remedy is None and "to change it" not in explained.all
 
 
 # ---------------------------------------------------------------- what stays low

@@ -203,8 +203,10 @@ def is_made_elsewhere(program: Eligibility, values: StorageClass) -> str | None:
         if (row, k) in program.classes.stacked_states:
             continue  # It is rounded where the loop stacks it, and not by an equation in the loop.
         is_inside = row in program.graph.children and row not in values.written
-        if is_inside or program.in_sampler(row):
-            return "is made by an equation with a body of its own, or by a sampler"
+        if is_inside:
+            return "is the result of an inner function or a loop"
+        if program.in_sampler(row):
+            return "is made by a sampler"
         if not program.requests.may_store(maker_of(program.graph, row), program.low):
             return "stays in float32 by the policy"
         if ir.is_unreduced(program.graph.eqns[row].outvars[k].aval):

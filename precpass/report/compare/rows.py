@@ -210,7 +210,7 @@ _PRODUCTS = (
     "products low: how many matrix products read operands of 16 or 8 bits; casts added: to the "
     "function as written. A loop's body counts once in both."
 )
-_TRIPS = f"FLOPs count every iteration of a loop ({NOMINAL_SIZE} if only run time knows how many)."
+_TRIPS = f"FLOPs count every iteration of a loop ({NOMINAL_SIZE} if the number is not known)."
 _ALLOCATED = "temp: what XLA allocates beside arguments and results."
 _TIMES = (
     "ms: median of {} interleaved rounds (lower-upper quartile); ratio: to the first row, "
@@ -231,7 +231,7 @@ _WITHOUT_CYCLES = (
     "That compiler has no estimate of their cycles, so Mcycles is without them."
 )
 _ONE_TRIP = (
-    "Figures of compiled programs have one trip of each loop whose number only run time knows."
+    "Figures of compiled programs count one iteration of each loop whose number is not known."
 )
 _OF_EACH_DEVICE = (
     "each program is divided over {} devices: memory, kernels, their bytes and cycles are those of "
