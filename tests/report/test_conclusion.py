@@ -22,7 +22,8 @@ def row(name: str, ratio: float | None = 1.0, low: int = 0, **others: Any) -> An
         counts=SimpleNamespace(low=low, low_flops=float(low > 0)),
         memory=SimpleNamespace(temp=facts["temp"]),
         error=facts["error"],
-        errors=SimpleNamespace(nonfinite=facts["nonfinite"]),
+        errors=SimpleNamespace(nonfinite=facts["nonfinite"], differing=facts.get("differing", 0)),
+        timing=SimpleNamespace(quartiles=facts.get("quartiles", (ratio, ratio))),
     )
 
 
@@ -32,6 +33,8 @@ SLOW = row("AutoMixedBf16", 1.3, 3, error=0.01)
 HIDES = row("AutoMixedBf16", 0.4, 3, error=0.01, leaves={"['w']": 0.5, "['zero']": 1e4})
 NOISY = row("AlwaysF32", leaves={"['w']": 1e-6, "['zero']": 1e3})
 WRONG = row("c=bf16", 0.3, 3, error=3.9)
+COUNTS = row("c=bf16", 0.4, 3, error=0.01, differing=76)
+OVERLAPS = row("c=bf16", 0.6, 3, error=0.01, quartiles=(0.2, 1.5))
 NAN = row("AlwaysF16", 0.1, 3, nonfinite=4, error=float("inf"))
 
 
@@ -70,6 +73,8 @@ NAN = row("AlwaysF16", 0.1, 3, nonfinite=4, error=float("inf"))
             False,
             "c=bf16 has no correct digit, with a relative error of 4e+00: `bisect` names the lines",
         ),
+        ([WIDE, COUNTS], False, "Use c=bf16: it takes 0.40"),
+        ([WIDE, OVERLAPS], False, "Use c=bf16: it takes 0.60"),
         ([WIDE, WRONG, FAST], False, "Use AutoMixedBf16: it takes 0.40"),
         ([row("AlwaysF32", error=1.0), WRONG], False, "Use c=bf16: it takes 0.30"),
         ([WIDE, row("a", 0.2, 3, refused="too large")], False, ""),
@@ -80,6 +85,8 @@ def test_what_to_use(rows: list[Any], without_bfloat16: bool, said: str):
     text = conclusion(rows, without_bfloat16)
     assert text.startswith(said) and bool(text) == bool(said)
     assert ("not finite" in text) == (NAN in rows)
+    assert ("76 integers in the results of c=bf16 are other ones" in text) == (COUNTS in rows)
+    assert ("their times overlap" in text) == (OVERLAPS in rows)
     assert ("no correct digit" in text) == (WRONG in rows and WIDE in rows)
 
 

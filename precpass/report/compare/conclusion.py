@@ -27,7 +27,7 @@ def conclusion(rows: Sequence[Any], without_bfloat16: bool) -> str:
     broken = [row for row in others if row.errors.nonfinite]
     wrong = [row for row in others if row not in broken and _is_wrong(first, row)]
     usable = [row for row in others if not (row.refused or row in broken or row in wrong)]
-    said = _said_of(first, broken, wrong)
+    said = _said_of(first, broken, wrong) + _of_integers([r for r in others if r not in broken])
     if not usable:
         return said.strip()
     timed = [row for row in usable if row.ratio is not None]
@@ -36,7 +36,7 @@ def conclusion(rows: Sequence[Any], without_bfloat16: bool) -> str:
     best = min(timed, key=lambda row: row.ratio or 0.0)
     if best.ratio is not None and best.ratio < _FASTER:
         gains = f"takes {best.ratio:.2f} of the time of {first.name}{_memory(first, best)}"
-        return f"Use {best.name}: it {gains}{_error(first, best)}." + said
+        return f"Use {best.name}: it {gains}{_error(first, best)}.{_overlap(first, best)}" + said
     return _not_faster(first, best, timed, without_bfloat16) + said
 
 
@@ -63,6 +63,21 @@ def _said_of(first: Any, broken: Sequence[Any], wrong: Sequence[Any]) -> str:
             ": `bisect` names the lines that must stay in float32."
         )
     return said
+
+
+def _of_integers(rows: Sequence[Any]) -> str:
+    """How many integers of results differ from the reference."""
+    most = max(rows, key=lambda row: row.errors.differing or 0, default=None)
+    if most is None or not most.errors.differing:
+        return ""
+    return f" {most.errors.differing} integers in the results of {most.name} are other ones."
+
+
+def _overlap(first: Any, best: Any) -> str:
+    """What to do if the times of two programs cannot be told apart."""
+    if best.timing.quartiles[1] < first.timing.quartiles[0]:
+        return ""
+    return " But their times overlap: give more rounds on an idle machine."
 
 
 def _is_wrong(first: Any, row: Any) -> bool:
