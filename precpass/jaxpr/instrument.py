@@ -251,9 +251,14 @@ class Watch:
             return records[0]
         return jax.tree.map(lambda *xs: lax.concatenate(xs, 0), *records)
 
-    def body(self, jaxpr: Jaxpr) -> Body:
-        """A body with its record, traced once for all who call it."""
-        key = id(open_jaxpr(jaxpr)), jax.sharding.get_abstract_mesh()
+    def body(self, jaxpr: Jaxpr, *, hoists: bool = False) -> Body:
+        """A body with its record, traced once for all who call it.
+
+        Args:
+            jaxpr: the body.
+            hoists: whether constants become operands, for an equation whose body may have none.
+        """
+        key = id(open_jaxpr(jaxpr)), jax.sharding.get_abstract_mesh(), hoists
         instrumented = self.traced.get(key)
         if instrumented is None:
             places: list[Place] = []
@@ -264,11 +269,12 @@ class Watch:
                 return [*results, *jax.tree.leaves(record)]
 
             new, consts = trace(run, *in_avals(jaxpr)), []
-            if not hasattr(jaxpr, "consts"):
-                # on 0.10 the jaxpr of remat is open, and has no constants
+            if hoists:
                 consts = consts_of(new)
                 avals = *map(jax.typeof, consts), *in_avals(jaxpr)
-                new = open_jaxpr(trace(functools.partial(_on_constants, new, len(consts)), *avals))
+                new = trace(functools.partial(_on_constants, new, len(consts)), *avals)
+            if not hasattr(jaxpr, "consts"):  # on 0.10 the jaxpr of remat is open
+                new = open_jaxpr(new)
             instrumented = self.traced[key] = Body(new, consts, jaxpr, tuple(places))
         return instrumented
 

@@ -76,7 +76,7 @@ def _unspecified() -> Any:
 
 def _call(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     inner = bodies(eqn)
-    body = watch.body(inner[0].jaxpr)
+    body = watch.body(inner[0].jaxpr, hoists=True)
     params = with_bodies(eqn, inner, [body.jaxpr])
     if isinstance(params.get("prevent_cse"), tuple):  # of a checkpoint: for each operand
         params["prevent_cse"] = *[False for _ in body.consts], *params["prevent_cse"]

@@ -131,6 +131,8 @@ def test_the_precisions_are_in_the_program():
     assert jacobian_products(pp.numerics.Roles.all("f64")) == set()
     assert jacobian_products(pp.numerics.Roles()) == {"f32"}
     assert "bf16" in jacobian_products(pp.numerics.Roles(jacobian="bf16"))
+    rising = pp.numerics.Roles(jacobian=("bf16", "f32", "f64"))
+    assert {"bf16", "f32"} <= jacobian_products(rising)
 
 
 def test_a_residual_that_is_linear_in_the_simplest_way():
