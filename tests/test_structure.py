@@ -24,7 +24,7 @@ MAX_FOLDER_LINES = {
     "jaxpr": 5_650,
     "jit": 2_800,
     "measure": 1_500,
-    "numerics": 5_150,
+    "numerics": 4_900,
     "plan": 1_400,
     "planner": 3_450,
     "policy": 2_100,

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
-from precpass.jaxpr.binding import bind, trace
+from precpass.jaxpr.binding import bind, evaluate, trace
 from precpass.jaxpr.bodies import hidden_jaxprs, name_of
 from precpass.jaxpr.primitives.scaling import rounds_operand
 from precpass.jaxpr.reading import (
@@ -35,13 +35,12 @@ __all__ = [
     "Body",
     "Enter",
     "Entered",
-    "LateLook",
     "Look",
     "LoopLook",
-    "Part",
     "Place",
     "Ran",
     "Record",
+    "Spliced",
     "Watch",
     "place_of",
     "varying",
@@ -82,13 +81,13 @@ class Ran(NamedTuple):
     """An equation that ran, with the values that it read and made.
 
     Attributes:
-        has_row: False for one that only a `LateLook` is told of.
+        has_row: whether it has a row of the record. The others say which values are equal.
     """
 
     eqn: Eqn
     operands: Sequence[Any]
     results: Sequence[Any]
-    has_row: bool = True
+    has_row: bool
 
 
 class Look(Protocol):
@@ -99,7 +98,7 @@ class Look(Protocol):
         ...
 
     def record(self, ran: Sequence[Ran]) -> Record:
-        """The rows of equations that ran in a sequence."""
+        """The rows of equations that ran in a sequence; at least one has a row."""
         ...
 
     def none(self, places: int) -> Record:
@@ -136,55 +135,33 @@ class LoopLook(Look, Protocol):
         ...
 
 
-@runtime_checkable
-class LateLook(Look, Protocol):
-    """A look that makes one record for many sequences of equations.
+class Spliced(NamedTuple):
+    """A jaxpr that is evaluated in an equation's place, in the same sequence."""
 
-    Its `record` only notes the values of a sequence, and is told of every equation, also of those
-    without a row. `finished` makes the record: at the end of a loop's body, of a branch, and of the
-    program. So the values of nested calls are recorded together.
-    """
-
-    def finished(self, noted: Sequence[Any]) -> Record:
-        """The record of several sequences of equations."""
-        ...
+    jaxpr: Jaxpr
+    operands: Sequence[Any]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("record",), meta_fields=("rows", "is_noted")
-)
-@dataclasses.dataclass
-class Part:
-    """A part of a record.
-
-    Attributes:
-        record: the record, or what a `LateLook` noted for it.
-        rows: how many rows it has.
-        is_noted: whether it is noted and not finished.
-    """
-
-    record: Any
-    rows: int
-    is_noted: bool = False
-
-
-Entered = tuple[Sequence[Any], list[Part], tuple[Place, ...]]
-"""The results of an equation, the record of what its bodies ran, and the places of its rows."""
+Entered = Spliced | tuple[Sequence[Any], Record, tuple[Place, ...]]
+"""What an equation runs, or its results, the record of what its bodies ran, and its places."""
 Enter = Callable[["Watch", Any, Sequence[Any]], Entered]
 
 
-class Body:
-    """A jaxpr whose last results are the parts of the record of its equations."""
+class Body(NamedTuple):
+    """A jaxpr whose last results are the record of its equations.
 
-    def __init__(self, jaxpr: Jaxpr, original: Any, places: tuple[Place, ...], tree: Any) -> None:
-        self.jaxpr = jaxpr
-        self.original = original  # keeps it alive: an id is only unique while its object lives
-        self.places = places
-        self._tree = tree
+    Attributes:
+        jaxpr: the jaxpr.
+        consts: values that are to be its first operands.
+        original: the jaxpr without a record. It is kept alive: an id is unique while its object
+            lives.
+        places: the places of the record's rows.
+    """
 
-    def split(self, results: Sequence[Any], own: int) -> tuple[list[Any], list[Part]]:
-        """Splits results into the original's own and the parts of the record behind them."""
-        return list(results[:own]), jax.tree.unflatten(self._tree, results[own:])
+    jaxpr: Jaxpr
+    consts: Sequence[Any]
+    original: Any
+    places: tuple[Place, ...]
 
 
 class Watch:
@@ -207,10 +184,18 @@ class Watch:
         self.entered = entered
         self.traced: dict[Any, Body] = {}
 
-    def run(
-        self, jaxpr: Jaxpr, args: Sequence[Any]
-    ) -> tuple[list[Any], list[Part], tuple[Place, ...]]:
-        """The results of a jaxpr, the parts of the record, and the places of its rows."""
+    def run(self, jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[list[Any], Record, tuple[Place, ...]]:
+        """The results of a jaxpr, the record of its equations, and the places of its rows."""
+        records: list[Record] = []
+        ran: list[Ran] = []
+        results, places = self._run(jaxpr, args, ran, records)
+        self._close(ran, records)
+        return results, self.concatenated(records), tuple(places)
+
+    def _run(
+        self, jaxpr: Jaxpr, args: Sequence[Any], ran: list[Ran], records: list[Record]
+    ) -> tuple[list[Any], list[Place]]:
+        """The results and places; what ran is added to the last sequence, or makes new records."""
         opened = open_jaxpr(jaxpr)
         values = dict(zip(opened.constvars, consts_of(jaxpr), strict=True))
         values.update(zip(opened.invars, args, strict=True))
@@ -219,16 +204,6 @@ class Watch:
             return atom.val if is_literal(atom) else values[atom]
 
         places: list[Place] = []
-        parts: list[Part] = []
-        ran: list[Ran] = []
-        is_late = isinstance(self.look, LateLook)
-
-        def close() -> None:
-            if rows := sum(step.has_row for step in ran):
-                record = jax.tree.map(varying, self.look.record(ran))
-                parts.append(Part(record, rows, is_late))
-            ran.clear()
-
         outside = source_info_util.current_name_stack()
         for eqn in opened.eqns:
             operands = [read(v) for v in eqn.invars]
@@ -236,44 +211,28 @@ class Watch:
             user = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
             enter = None if id(eqn) in self.dead else self.entered(eqn)
             with user, eqn.ctx.manager:
+                inner: Sequence[Place]
                 if enter is None:
-                    results = bind(eqn, operands)
-                    has_row = self.sees(eqn)
-                    if has_row:
+                    results, inner = bind(eqn, operands), ()
+                    ran.append(Ran(eqn, operands, results, self.sees(eqn)))
+                    if ran[-1].has_row:
                         places.append(_place(eqn))
-                    if has_row or is_late:
-                        ran.append(Ran(eqn, operands, results, has_row))
+                elif isinstance(found := enter(self, eqn, operands), Spliced):
+                    results, inner = self._run(*found, ran, records)
                 else:
-                    results, recorded, inner = enter(self, eqn, operands)
+                    results, record, inner = found
                     if inner:
-                        close()
-                        parts += recorded
-                        places += [_within(eqn, place) for place in inner]
+                        self._close(ran, records)
+                        records.append(record)
+                places += [_within(eqn, place) for place in inner]
             values.update(zip(eqn.outvars, results, strict=True))
-        close()
-        return [read(v) for v in opened.outvars], parts, tuple(places)
+        return [read(v) for v in opened.outvars], places
 
-    def finished(self, parts: Sequence[Part]) -> Record:
-        """The record of which these are the parts."""
-        noted = [part.record for part in parts if part.is_noted]
-        if not noted:
-            return self.concatenated([part.record for part in parts])
-        assert isinstance(self.look, LateLook)
-        made = jax.tree.map(varying, self.look.finished(noted))
-        if len(noted) == len(parts):
-            return made
-        records: list[Record] = []
-        start = 0
-        for part in parts:
-            if part.is_noted:
-                cut = functools.partial(
-                    lax.slice_in_dim, start_index=start, limit_index=start + part.rows
-                )
-                records.append(jax.tree.map(cut, made))
-                start += part.rows
-            else:
-                records.append(part.record)
-        return self.concatenated(records)
+    def _close(self, ran: list[Ran], records: list[Record]) -> None:
+        """Ends a sequence of equations."""
+        if any(step.has_row for step in ran):
+            records.append(jax.tree.map(varying, self.look.record(ran)))
+        ran.clear()
 
     def sees(self, eqn: Eqn) -> bool:
         """Whether an equation without bodies has a row."""
@@ -292,38 +251,46 @@ class Watch:
             return records[0]
         return jax.tree.map(lambda *xs: lax.concatenate(xs, 0), *records)
 
-    def body(self, jaxpr: Jaxpr) -> Body:
-        """A body with its record, traced once for all who call it."""
-        key = id(open_jaxpr(jaxpr)), jax.sharding.get_abstract_mesh()
+    def body(self, jaxpr: Jaxpr, *, hoists: bool = False) -> Body:
+        """A body with its record, traced once for all who call it.
+
+        Args:
+            jaxpr: the body.
+            hoists: whether constants become operands, for an equation whose body may have none.
+        """
+        key = id(open_jaxpr(jaxpr)), jax.sharding.get_abstract_mesh(), hoists
         instrumented = self.traced.get(key)
         if instrumented is None:
             places: list[Place] = []
-            trees: list[Any] = []
 
             def run(*args: Any) -> list[Any]:
-                results, parts, inner = self.run(jaxpr, args)
+                results, record, inner = self.run(jaxpr, args)
                 places[:] = inner
-                leaves, tree = jax.tree.flatten(parts)
-                trees[:] = [tree]
-                return [*results, *leaves]
+                return [*results, *jax.tree.leaves(record)]
 
-            new = trace(run, *in_avals(jaxpr))
-            if not hasattr(jaxpr, "consts"):
-                # on 0.10 the jaxpr of remat is open
-                assert not consts_of(new)
+            new, consts = trace(run, *in_avals(jaxpr)), []
+            if hoists:
+                consts = consts_of(new)
+                avals = *map(jax.typeof, consts), *in_avals(jaxpr)
+                new = trace(functools.partial(_on_constants, new, len(consts)), *avals)
+            if not hasattr(jaxpr, "consts"):  # on 0.10 the jaxpr of remat is open
                 new = open_jaxpr(new)
-            instrumented = self.traced[key] = Body(new, jaxpr, tuple(places), *trees)
+            instrumented = self.traced[key] = Body(new, consts, jaxpr, tuple(places))
         return instrumented
 
-    def split(self, results: Sequence[Any], places: int, own: int) -> tuple[list[Any], Record]:
-        """Splits results into the equation's own and the finished record behind them."""
-        tree = jax.tree.structure(self.none(places))
+    def split(self, results: Sequence[Any], own: int) -> tuple[list[Any], Record]:
+        """Splits results into the equation's own and the record behind them."""
+        tree = jax.tree.structure(self.none(0))
         return list(results[:own]), jax.tree.unflatten(tree, results[own:])
 
     def after(self, state: Any, record: Record) -> Any:
         """The number of a loop's next trip and the record so far, after one more trip."""
         trip, before = state
         return trip + np.int32(1), self.look.joined(before, self.look.in_trip(record, trip))
+
+
+def _on_constants(jaxpr: Jaxpr, count: int, *args: Any) -> list[Any]:
+    return evaluate(jaxpr, args[count:], args[:count])
 
 
 def varying(x: Any) -> Any:

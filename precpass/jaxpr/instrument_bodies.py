@@ -20,9 +20,9 @@ from precpass.jaxpr.instrument import (
     Entered,
     Look,
     LoopLook,
-    Part,
     Place,
     Record,
+    Spliced,
     Watch,
     place_of,
     varying,
@@ -50,19 +50,20 @@ def watched(
     Returns:
         The results, the record, and the place of each of its rows.
     """
-    watch = Watch(look, dead, entered)
-    results, parts, places = watch.run(jaxpr, args)
-    return results, watch.finished(parts), places
+    return Watch(look, dead, entered).run(jaxpr, args)
 
 
 def _jit(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
+    shardings = *eqn.params["in_shardings"], *eqn.params["out_shardings"]
+    if not any(isinstance(x, jax.sharding.Sharding) for x in shardings):
+        return Spliced(eqn.params["jaxpr"], operands)
     body = watch.body(eqn.params["jaxpr"])
     more = len(out_avals(body.jaxpr)) - len(eqn.outvars)
     params = {**eqn.params, "jaxpr": body.jaxpr}
     params["out_shardings"] = (*params["out_shardings"], *[_unspecified()] * more)
     params["out_layouts"] = (*params["out_layouts"], *[None] * more)
     results = bind(eqn, operands, params)
-    return *body.split(results, len(eqn.outvars)), body.places
+    return *watch.split(results, len(eqn.outvars)), body.places
 
 
 @functools.cache
@@ -75,20 +76,23 @@ def _unspecified() -> Any:
 
 def _call(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     inner = bodies(eqn)
-    body = watch.body(inner[0].jaxpr)
-    results = bind(eqn, operands, with_bodies(eqn, inner, [body.jaxpr]))
-    return *body.split(results, len(eqn.outvars)), body.places
+    body = watch.body(inner[0].jaxpr, hoists=True)
+    params = with_bodies(eqn, inner, [body.jaxpr])
+    if isinstance(params.get("prevent_cse"), tuple):  # of a checkpoint: for each operand
+        params["prevent_cse"] = *[False for _ in body.consts], *params["prevent_cse"]
+    results = bind(eqn, [*body.consts, *operands], params)
+    return *watch.split(results, len(eqn.outvars)), body.places
 
 
 def _inline(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     """Runs the first body of an equation whose other functions are derivative rules."""
     body = bodies(eqn)[0]
-    return watch.run(body.jaxpr, [operands[i] for i in body.operands])
+    return Spliced(body.jaxpr, [operands[i] for i in body.operands])
 
 
 def _solve(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     body = _solving(eqn)
-    return watch.run(body.jaxpr, [operands[i] for i in body.operands])
+    return Spliced(body.jaxpr, [operands[i] for i in body.operands])
 
 
 def _solving(eqn: Eqn) -> Body:
@@ -103,9 +107,8 @@ def _cond(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     def branch(at: int) -> Any:
         def run(*args: Any) -> list[Any]:
             ran = evaluate(instrumented[at].jaxpr, args)
-            results, parts = instrumented[at].split(ran, result_count)
             records = [watch.none(len(body.places)) for body in instrumented]
-            records[at] = watch.finished(parts)
+            results, records[at] = watch.split(ran, result_count)
             return [*results, *jax.tree.leaves(watch.concatenated(records))]
 
         return trace(run, *in_avals(instrumented[at].original))
@@ -117,8 +120,7 @@ def _cond(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
         for at, body in enumerate(instrumented)
         for place in body.places
     ]
-    own, record = watch.split(results, len(places), result_count)
-    return own, [Part(record, len(places))], tuple(places)
+    return *watch.split(results, result_count), tuple(places)
 
 
 def _scan(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
@@ -128,8 +130,9 @@ def _scan(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
 
     def run(*args: Any) -> list[Any]:
         constants, state, rows = _cut(args, held, more)
-        results, parts = body.split(evaluate(body.jaxpr, [*constants, *rows]), len(eqn.outvars))
-        state = watch.after(jax.tree.unflatten(tree, state), watch.finished(parts))
+        ran = evaluate(body.jaxpr, [*constants, *rows])
+        results, record = watch.split(ran, len(eqn.outvars))
+        state = watch.after(jax.tree.unflatten(tree, state), record)
         return [*results[:carry], *jax.tree.leaves(state), *results[carry:]]
 
     outer_constants, _, rows = _cut(operands, held, 0)
@@ -141,8 +144,7 @@ def _scan(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     results = bind(eqn, [*outer_constants, *start, *rows], params)
     _, record = jax.tree.unflatten(tree, results[carry : carry + more])
     places = tuple(place.inside_of("scan") for place in body.places)
-    own = [*results[:carry], *results[carry + more :]]
-    return own, [Part(record, len(places))], places
+    return [*results[:carry], *results[carry + more :]], record, places
 
 
 def _while(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
@@ -168,8 +170,8 @@ def _while(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
 
     def run(*args: Any) -> list[Any]:
         constants, state, _ = _cut(args, len(args) - len(start), len(start))
-        results, parts = body.split(evaluate(body.jaxpr, constants), result_count)
-        state = for_each(watch.after(longest(state), watch.finished(parts)))
+        results, record = watch.split(evaluate(body.jaxpr, constants), result_count)
+        state = for_each(watch.after(longest(state), record))
         return [*results, *jax.tree.leaves(state)]
 
     def goes_on(*args: Any) -> list[Any]:
@@ -187,7 +189,7 @@ def _while(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     if loops is not None:
         record = watch.concatenated([record, jax.tree.map(varying, loops.row(trips))])
         places.append(place_of(eqn))
-    return results[:result_count], [Part(record, len(places))], tuple(places)
+    return results[:result_count], record, tuple(places)
 
 
 def _shard_map(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
@@ -195,16 +197,14 @@ def _shard_map(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     axes = tuple(eqn.params["newly_manual_axes"])
 
     def on_shards(*args: Any) -> tuple[Any, ...]:
-        results, parts, inner = watch.run(eqn.params["jaxpr"], args)
+        results, record, inner = watch.run(eqn.params["jaxpr"], args)
         places[:] = inner
-        record = watch.look.over_shards(watch.finished(parts), axes)
-        return *results, *jax.tree.leaves(record)
+        return *results, *jax.tree.leaves(watch.look.over_shards(record, axes))
 
     none = jax.tree.leaves(watch.none(0))
     specs = (*eqn.params["out_specs"], *[PartitionSpec() for _ in none])
     results = bind_shard_map(eqn, on_shards, operands, specs)
-    own, record = watch.split(results, len(places), len(eqn.outvars))
-    return own, [Part(record, len(places))], tuple(places)
+    return *watch.split(results, len(eqn.outvars)), tuple(places)
 
 
 def _cut(args: Sequence[Any], start: int, size: int) -> tuple[list[Any], list[Any], list[Any]]:

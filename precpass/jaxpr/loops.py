@@ -59,9 +59,7 @@ def with_bounded_loops(
         found = entered(eqn)
         return _with_rules if found is None or (keeps_rules and found in DROPS_RULES) else found
 
-    watch = Watch(_Trips(bound), frozenset(), enter)
-    results, parts, places = watch.run(jaxpr, args)
-    return results, watch.finished(parts), places
+    return Watch(_Trips(bound), frozenset(), enter).run(jaxpr, args)
 
 
 class _Trips:
@@ -111,8 +109,8 @@ def _with_rules(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
         return retrace(jaxpr, functools.partial(run, jaxpr)) if has_loops(jaxpr) else jaxpr
 
     def run(jaxpr: Jaxpr, *args: Any) -> list[Any]:
-        results, parts, _ = watch.run(jaxpr, args)
-        stopped = jnp.any(watch.finished(parts)[:, 1] > 0)
+        results, record, _ = watch.run(jaxpr, args)
+        stopped = jnp.any(record[:, 1] > 0)
         marked = [
             lax.select(stopped, lax.full_like(x, np.nan), x) if is_inexact(x) else x
             for x in results
@@ -123,7 +121,7 @@ def _with_rules(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     params = with_bodies(eqn, found, [bounded(body.jaxpr) for body in found])
     if has_rules(eqn):
         with_rewritten_rules(eqn, params, Rewrite(bounded, contextlib.nullcontext))
-    return bind(eqn, operands, params), [], ()
+    return bind(eqn, operands, params), watch.none(0), ()
 
 
 def _holds_loop(eqn: Eqn) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +11,17 @@ import jax.core
 import numpy as np
 
 from precpass.jit.nnx import has_nodes
+from precpass.policy.precision import Precision
 
-__all__ = ["check_positive", "check_whole", "is_known", "is_real", "refuse_modules", "shown"]
+__all__ = [
+    "check_positive",
+    "check_whole",
+    "is_known",
+    "is_real",
+    "parsed_precision",
+    "refuse_modules",
+    "shown",
+]
 
 
 def check_whole(name: str, value: Any, least: int = 1) -> None:
@@ -32,6 +41,18 @@ def check_positive(name: str, value: Any) -> None:
     """Raises ValueError for anything but a positive finite number whose value is known."""
     if not (is_real(value) and 0 < value < math.inf):
         raise ValueError(f"{_named(name, value)} it is to be positive and finite")
+
+
+def parsed_precision(name: str, value: Any, legal: Sequence[Precision]) -> Precision:
+    """The precision that was given, one of the legal ones; raises ValueError for any other."""
+    try:
+        precision = Precision.parse(value)
+    except ValueError as error:
+        raise ValueError(f"{name}=...{')' if '(' in name else ''}: {error}") from None
+    if precision not in legal:
+        names = ", ".join(repr(str(p)) for p in legal)
+        raise ValueError(f"{_named(name, str(precision))} legal are {names}")
+    return precision
 
 
 def _named(name: str, value: Any) -> str:

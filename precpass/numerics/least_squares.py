@@ -14,7 +14,7 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.numerics.float64 import in_float64, own_array
-from precpass.numerics.given import check_whole, is_known, is_real
+from precpass.numerics.given import check_whole, is_known, is_real, parsed_precision
 from precpass.numerics.ladder import switches
 from precpass.numerics.rungs import check_rising
 from precpass.policy.precision import FORMATS, Precision
@@ -135,16 +135,7 @@ class Roles:
 
 
 def _parsed(role: str, given: Any) -> Precision:
-    legal = _LEGAL[role]
-    try:
-        precision = Precision.parse(given)
-    except ValueError as error:
-        raise ValueError(f"Roles({role}=...): {error}") from None
-    if precision not in legal:
-        raise ValueError(
-            f"Roles({role}={str(precision)!r}): legal are {', '.join(repr(str(p)) for p in legal)}"
-        )
-    return precision
+    return parsed_precision(f"Roles({role}", given, _LEGAL[role])
 
 
 @jax.tree_util.register_dataclass

@@ -22,7 +22,7 @@ from jax import lax
 from jax.scipy.linalg import solve_triangular
 
 from precpass.numerics.float64 import in_float64
-from precpass.numerics.given import check_whole
+from precpass.numerics.given import check_whole, parsed_precision
 from precpass.policy.precision import Precision
 
 __all__ = ["LinearSolve", "factors", "solve"]
@@ -149,8 +149,8 @@ def solve(
         >>> bool(found.converged), bool(np.allclose(found.x, [0.1, 0.6], rtol=1e-15))
         (True, True)
     """
-    low = _parsed("factor", factor, _FACTORS)
-    high = _parsed("refine", refine, _REFINES)
+    low = parsed_precision("factor", factor, _FACTORS)
+    high = parsed_precision("refine", refine, _REFINES)
     if method not in _METHODS:
         raise ValueError(f"method={method!r}: legal are {', '.join(map(repr, _METHODS))}")
     check_whole("max_steps", max_steps)
@@ -167,13 +167,6 @@ class _How(NamedTuple):
     method: str
     max_steps: int
     restart: int
-
-
-def _parsed(name: str, value: Any, legal: tuple[Precision, ...]) -> Precision:
-    precision = Precision.parse(value)
-    if precision not in legal:
-        raise ValueError(f"{name}={value!r}: legal are {', '.join(repr(str(p)) for p in legal)}")
-    return precision
 
 
 def _check_arrays(a: Any, b: Any) -> None:
@@ -388,8 +381,8 @@ def factors(a: Any, precision: Precision) -> Factors:
         a: a matrix of shape (n, n), in float32 or float64.
         precision: float32, bfloat16 or float16.
     """
-    rows = _reciprocal_power(jnp.max(jnp.abs(a), axis=1))
-    columns = _reciprocal_power(jnp.max(jnp.abs(a) * rows[:, None], axis=0))
+    rows = 1 / _power_below(jnp.max(jnp.abs(a), axis=1))
+    columns = 1 / _power_below(jnp.max(jnp.abs(a) * rows[:, None], axis=0))
     if precision is Precision.F16:
         # A tenth of the largest number lets U grow by a factor of ten.
         columns = columns * 2.0 ** math.floor(math.log2(_SHARE * precision.max))
@@ -399,12 +392,6 @@ def factors(a: Any, precision: Precision) -> Factors:
     else:
         lu, _, order = lax.linalg.lu(scaled)
     return Factors(lu.astype(precision.dtype), order, rows, columns)
-
-
-def _reciprocal_power(x: Any) -> Any:
-    """The power of two by which a magnitude is scaled into [1/2, 1); 1 for zero."""
-    _, exponent = jnp.frexp(x)
-    return jnp.ldexp(jnp.ones_like(x), jnp.where(x > 0, -exponent, jnp.zeros_like(exponent)))
 
 
 def _blocked(a: Any, low: Any) -> tuple[Any, Any]:

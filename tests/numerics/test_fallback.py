@@ -199,7 +199,7 @@ def test_a_condition_number_is_that_of_numpy(x64: bool):
     with jax.enable_x64(x64):
         found = jax.jit(jax.vmap(condition_number))(np.concatenate([known, bad])).tolist()
         want = [np.linalg.cond(a.astype(np.float64), 1) for a in known]
-        assert all(0.33 * w <= f <= 1.001 * w for f, w in zip(found, want, strict=False))
+        np.testing.assert_allclose(found[:5], want, rtol=1e-3)
         assert found[5:] == [np.inf] * 2
         # of a batch it is the largest
         largest = jax.jit(condition_number)(known)
@@ -462,12 +462,9 @@ def test_switched_off_every_rung_is_the_function():
         (("f32",), "auto_mixed(fn, policy=...) runs on one"),
         (("bf16", "f33"), "unknown rung 'f33': legal are 'bf16', 'f16', 'f32', 'f64'"),
         (("bf16", "AutoMixxed"), "unknown rung 'AutoMixxed'"),
-        (("bf16", None), "unknown rung None"),
         (("f32", "bf16"), "does not rise: 'bf16' (unit roundoff 0.0039) comes after 'f32'"),
-        (("f16", "bf16", "f32"), "does not rise"),
         (("bf16", "f32", "f32"), "has 'f32' twice"),
         (("AutoMixed", "AutoMixedBf16", "f32"), "does not rise"),
-        (("AlwaysF32", "f64", "f64"), "has 'f64' twice"),
         ((pp.AutoMixedBf16.with_output("bf16"), "f32"), "has an output format"),
     ],
 )
@@ -548,12 +545,6 @@ def test_what_is_found_while_tracing_is_refused(fn: Any, check: Any, error: Any,
     with pytest.raises(error) as found:
         pp.with_fallback(fn, unstable=check)(W, V)
     assert said in str(found.value)
-
-
-def test_one_of_several_arguments_as_the_matrix():
-    check = pp.numerics.IllConditioned(lambda *args: args[0])
-    _, report = pp.with_fallback(several, ("f16", "f32"), check)(W, V)
-    assert int(report.rung) == 0
 
 
 def test_modules_with_state_are_refused():

@@ -78,8 +78,8 @@ def test_the_rung_is_raised_by_its_own_unit_roundoff(measures: Any, want: str):
 def test_the_first_measure_is_the_scale_where_none_is_given():
     assert rungs(followed(fresh(scale=None), [7.0, 6.0, 7 * 0.0038])) == "bbf"
     assert rungs(followed(fresh(scale=None), [7.0, 6.0, 7 * 0.004])) == "bbb"
-    seen = followed(fresh(scale=None), [np.inf, 3.0, 2.0])
-    assert float(seen[-1].scale) == 3.0
+    for begun in (fresh(scale=None), jax.jit(lambda s: fresh(scale=s))(0.0)):
+        assert float(followed(begun, [np.inf, 3.0, 2.0])[-1].scale) == 3.0
 
 
 @pytest.mark.parametrize("scale", [-1.0, np.nan, np.inf, -np.inf])
@@ -93,11 +93,6 @@ def test_beside_a_traced_scale_that_is_none_nothing_converges(scale: float, exac
     assert text[0].startswith("ended without convergence in f64")
     assert text[1] == "  its scale was no positive number, and no measure is small beside that"
     assert text[2].startswith("  after ") and text[2].endswith(": to f32, stalled at 0")
-
-
-def test_a_traced_scale_of_zero_is_none():
-    ladder = jax.jit(lambda s: fresh(scale=s, tol=1e-1).updated(f32(3.0), f32(0)))(0.0)
-    assert float(ladder.scale) == 3.0
 
 
 def test_a_negative_measure_tells_nothing():
@@ -456,19 +451,13 @@ def test_odd_states_and_a_traced_summary():
         ({"tol": 2.0}, "in [0, 1)"),
         ({"tol": jnp.float32(1e-3)}, "it is to be a number"),
         ({"patience": 0}, "patience=0"),
-        ({"patience": 2.5}, "a whole number"),
         ({"factor": 0.0}, "factor=0.0"),
         ({"lower_after": 0}, "lower_after=0"),
         ({"log_size": -1}, "log_size=-1"),
         ({"scale": 0.0}, "scale=0.0"),
-        ({"scale": np.inf}, "scale=inf"),
         ({"scale": jnp.float32(-2.0)}, "scale=-2.0): it is to be positive and finite"),
-        ({"scale": jnp.float32(np.nan)}, "scale=nan"),
-        ({"scale": jnp.float32(0.0)}, "scale=0.0"),
         ({"scale": np.nan}, "scale=nan"),
         ({"scale": jnp.ones(1)}, "scale is float32[1], and it is to be a real scalar"),
-        ({"scale": np.ones((2, 3))}, "[2,3], and it is to be a real scalar"),
-        ({"scale": 1j}, "scale is complex"),
         ({"scale": jnp.complex64(1)}, "scale is complex64[], and it is to be a real scalar"),
         ({"scale": True}, "scale is bool[], and it is to be a real scalar"),
         ({"scale": "float32"}, "scale is 'float32', and it is to be a real scalar"),

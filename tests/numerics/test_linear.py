@@ -236,7 +236,6 @@ def test_what_is_singular_or_not_finite(method: str):
     [
         ({"factor": "f64"}, "factor='f64': legal are 'f32', 'f16', 'bf16'"),
         ({"factor": "f9"}, "unknown precision 'f9'"),
-        ({"factor": "f8"}, "factor='f8': legal are 'f32', 'f16', 'bf16'"),
         ({"refine": "bf16"}, "refine='bf16': legal are 'f64', 'f32'"),
         ({"method": "cg"}, "method='cg': legal are 'classic', 'gmres'"),
         ({"A": np.ones((2, 3))}, r"A has the shape \(2, 3\)"),
@@ -245,7 +244,6 @@ def test_what_is_singular_or_not_finite(method: str):
         ({"b": np.ones(3)}, r"b has the shape \(3,\): it is to be \(2,\) or \(2, k\)"),
         ({"max_steps": 0}, "max_steps=0"),
         ({"restart": 1.5}, "restart=1.5"),
-        ({"max_steps": True}, "max_steps=True: it is to be a whole number of 1 or more"),
     ],
 )
 def test_bad_values_are_refused(given: dict[str, Any], said: str):
@@ -268,13 +266,14 @@ def test_complex_systems_are_solved_as_real_ones(name: str, method: str):
     np.testing.assert_allclose(slope, -np.abs(found.x).sum(), rtol=1e-5)  # x / s
 
 
-@pytest.mark.parametrize("name, value", [("A", np.eye(2, dtype=int)), ("b", np.ones(2, dtype=int))])
-def test_bad_types_are_refused(name: str, value: Any):
-    with pytest.raises(TypeError, match=rf"{name} is int.*: it is to be floating or complex"):
-        pp.numerics.solve(**{"A": np.eye(2), "b": np.ones(2), name: value})
-
-
-@pytest.mark.parametrize("name, value", [("A", [[1.0]]), ("b", "ab"), ("A", None)])
-def test_what_is_no_array_is_named(name: str, value: Any):
-    with pytest.raises(TypeError, match=rf"{name} is a {type(value).__name__}: .* an array"):
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("A", np.eye(2, dtype=int), "A is int.*: it is to be floating or complex"),
+        ("b", "ab", "b is a str: .* an array"),
+        ("A", [[1.0]], "A is a list: .* an array"),
+    ],
+)
+def test_bad_types_are_refused(name: str, value: Any, said: str):
+    with pytest.raises(TypeError, match=said):
         pp.numerics.solve(**{"A": np.eye(2), "b": np.ones(2), name: value})

@@ -97,11 +97,8 @@ def test_a_nan_is_born_where_no_operand_is_one_and_passed_on_elsewhere():
     )
     assert code_of(born) == "y = jnp.log(x)  # the line"
     assert [s.nonfinite for s in health.seen()] == [1, 1, 1, 1]
-
-
-def test_births_beside_nans_that_were_given_are_seen_elementwise():
-    health = health_of(lambda x: jnp.log(x), jnp.asarray([jnp.nan, -1.0, 0.0, 1.0]))
-    (born,) = health.born()
+    # beside a NaN that was given
+    (born,) = health_of(lambda x: jnp.log(x), jnp.asarray([jnp.nan, -1.0, 0.0, 1.0])).born()
     assert (born.nonfinite, born.nans, born.infinities) == (3, 1, 1)
 
 
@@ -324,6 +321,8 @@ def test_healths_are_merged():
     assert (int(both.calls), int(both.looked)) == (2, 2)
     with pytest.raises(ValueError, match=r"different programs, log \(1 equation\) and exp"):
         one.merged(monitor(jnp.exp)(jnp.ones(2))[1])
+    with pytest.raises(TypeError, match=r"monitored.init\(\*args\)"):
+        monitor(jnp.sin, every=2)(jnp.ones(2))
     with pytest.raises(TypeError, match="takes a Health, not a int"):
         one.merged(3)  # pyright: ignore[reportArgumentType]
 
@@ -353,11 +352,6 @@ def test_a_derivative_through_it_is_an_error(around: Any):
 def test_bad_intervals_are_refused(every: Any):
     with pytest.raises(ValueError, match="whole number of 1 or more"):
         monitor(jnp.sin, every=every)
-
-
-def test_calls_without_a_health_say_how_to_begin():
-    with pytest.raises(TypeError, match=r"monitored.init\(\*args\)"):
-        monitor(jnp.sin, every=2)(jnp.ones(2))
 
 
 def test_odd_arguments():

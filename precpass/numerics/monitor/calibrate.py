@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import glob
 import math
-import numbers
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from precpass import jaxpr as ir
 from precpass.api import mixed_of
 from precpass.jit.staged import Staged, owner_of
 from precpass.jit.traced import Traced
+from precpass.numerics.given import is_real
 from precpass.numerics.monitor.figures import Recorder
 from precpass.numerics.monitor.health import Health, Seen
 from precpass.numerics.monitor.monitor import looked
@@ -83,8 +83,7 @@ def calibrate(
         ['operands reach 1.2e+05, and f16 ends at 6.55e+04']
     """
     parsed = PrecisionPolicy.parse(policy)
-    factor = _factor(safety)
-    if factor is None:
+    if not (is_real(safety) and 1 <= safety < math.inf):
         raise ValueError(f"calibrate(safety={safety!r}): it is to be a finite number of 1 or more")
     planned: dict[_Key, _Low] = {}
     fn, owner = owner_of(fn)
@@ -120,20 +119,9 @@ def calibrate(
     evidence = (
         _rule(key, why, low.native)
         for key, low in planned.items()
-        if key in ranges and (why := _evidence(low, ranges[key], factor))
+        if key in ranges and (why := _evidence(low, ranges[key], float(safety)))
     )
     return parsed.with_rules(*evidence)
-
-
-def _factor(safety: Any) -> float | None:
-    """A finite number of 1 or more; None for anything else."""
-    if isinstance(safety, bool) or not isinstance(safety, numbers.Real):
-        return None
-    try:
-        factor = float(safety)
-    except OverflowError:
-        return None
-    return factor if 1.0 <= factor < math.inf else None
 
 
 _RECORDER = Recorder(reads=True)

@@ -1,11 +1,19 @@
-"""The figures recorded of each equation: how large its results are, and what went wrong."""
+"""The figures recorded of each equation: how large its results are, and what went wrong.
+
+Magnitudes are compared as the bits of float32, whose order as unsigned integers is that of the
+numbers (IEEE 754-2019, 3.4): XLA:CPU takes subnormal numbers for zero in its arithmetic, but not
+in that of integers. XLA compiles each reduction to a kernel of its own, and each operation on
+scalars too. So a value is reduced once, values of few elements and of one shape are reduced
+together, and the scalars of all values are gathered into rows.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import itertools
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,20 +22,17 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.numerics.monitor.table import (
-    INFINITY,
-    NO_LARGEST,
-    NO_SMALLEST,
-    ONE,
-    ZERO,
-    Cell,
-    Table,
-    Values,
-)
 from precpass.policy.primitives import OpKind, op
 
 __all__ = ["MOST", "NEVER", "Figures", "Recorder", "joined", "none"]
 
+INFINITY = np.uint32(0x7F800000)
+"""The bits of float32's infinity; a NaN's are more."""
+UNBOUNDED = np.uint32(2**32 - 1)
+_FEW = 4096
+"""Arrays of at most so many elements are stacked, which copies them."""
+_AT_ONCE = 128
+"""As many arrays are stacked in one kernel: compilers take long over more."""
 MOST = NEVER = np.int32(2**31 - 1)
 
 
@@ -81,24 +86,8 @@ def joined(one: Figures, other: Figures) -> Figures:
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Noted:
-    """What is to be reduced to the figures of a sequence of equations.
-
-    Attributes:
-        arrays, items, count: those of `Values`.
-        rows: the cells of each equation.
-    """
-
-    arrays: list[Any]
-    items: Sequence[Any] = dataclasses.field(metadata={"static": True})
-    count: int = dataclasses.field(metadata={"static": True})
-    rows: tuple[Row, ...] = dataclasses.field(metadata={"static": True})
-
-
 class Recorder:
-    """The `ir.LateLook` that records `Figures`.
+    """The `ir.Look` that records `Figures`.
 
     Args:
         reads: whether operands are recorded too, and equations that only move values, because
@@ -114,44 +103,40 @@ class Recorder:
             self.reads or not _moves(eqn.primitive.name)
         )
 
-    def record(self, ran: Sequence[ir.Ran]) -> Noted:
-        """As `ir.LateLook` says."""
-        values = Values()
-        rows: list[Row] = []
+    def record(self, ran: Sequence[ir.Ran]) -> Figures:
+        """As `ir.Look` says."""
+        cells = _Cells()
+        rows: list[_Row] = []
         for step in ran:
-            if _keeps_magnitudes(step):
-                values.equate(step.results[0], step.operands[0])
-            elif step.eqn.primitive.name == "broadcast_in_dim":
-                values.repeat(step.results[0], step.operands[0])
+            if _keeps_magnitudes(step) or step.eqn.primitive.name == "broadcast_in_dim":
+                cells.equate(step.results[0], step.operands[0])
             if step.has_row:
-                rows.append(_row(step, self.reads, values))
-        return Noted(values.arrays, values.items, values.count, tuple(rows))
-
-    def finished(self, records: Sequence[Noted]) -> Figures:
-        """As `ir.LateLook` says."""
-        table = Table([(x.arrays, x.items, x.count) for x in records])
-
-        def cells(name: str, empty: Cell) -> Any:
-            rows = [(at, row.get(name, [])) for at, x in enumerate(records) for row in x.rows]
-            return rows, empty
-
-        names = ("bad", "infinities", "nans", "lost", "not_finite_read", "nans_read")
-        found = table.rows(table.counts, [cells(name, ZERO) for name in names])
-        bad, infinities, nans, lost = (_over(lax.add, x) for x in found[:4])
-        not_finite_read, nans_read = (_over(lax.max, x) for x in found[4:])
+                rows.append(_row(step, self.reads, cells))
+        names = _FIGURES if self.reads else _FIGURES[:-2]
+        found = dict(zip(names, _gathered(*cells.reduced(), rows, names), strict=True))
+        bad, infinities, nans, lost = (_over(lax.add, found[name]) for name in _FIGURES[:4])
         # If a result is made from many elements, only operands without a NaN show where it began.
         nothing = lax.full_like(bad, 0)
-        infinities = lax.select(lax.eq(not_finite_read, np.int32(0)), infinities, nothing)
-        nans = lax.select(lax.eq(nans_read, np.int32(0)), nans, nothing)
-        counts = _columns(lax.full_like(bad, 1), bad, infinities, nans, lost)
-        born = lax.gt(lax.max(infinities, nans), np.int32(0))
-        first = lax.select(born, nothing, lax.full_like(nothing, NEVER))
-        ends = [cells("largest", NO_LARGEST), cells("smallest", NO_SMALLEST)]
+        none_read = lax.eq(_over(lax.max, found["not_finite_read"]), nothing)
+        infinities = lax.select(none_read, infinities, nothing)
+        no_nan_read = lax.eq(_over(lax.max, found["nans_read"]), nothing)
+        nans = lax.select(no_nan_read, nans, nothing)
+        counts = [lax.full_like(bad, 1), bad, infinities, nans, lost]
+        never = lax.full_like(nothing, NEVER, np.int32)
+        born = lax.gt(lax.max(infinities, nans), nothing)
+        reads = None
         if self.reads:
-            ends += [cells("largest_read", NO_LARGEST), cells("smallest_read", NO_SMALLEST)]
-        largest, smallest, *read = table.rows(table.magnitudes, ends)
-        reads = _reads(*read) if self.reads else None
-        return Figures(_over(lax.max, largest), _smallest(smallest), counts, first, reads)
+            each = found["largest_read"]
+            whole = [lax.select(lax.gt(x, nothing), x, lax.full_like(x, INFINITY)) for x in each]
+            ends = _over(lax.max, each), _smallest(found["smallest_read"]), _over(lax.min, whole)
+            reads = _columns(ends)
+        return Figures(
+            _over(lax.max, found["largest"]),
+            _smallest(found["smallest"]),
+            lax.convert_element_type(lax.min(_columns(counts), np.uint32(MOST)), np.int32),
+            lax.select(born, lax.full_like(never, 0), never),
+            reads,
+        )
 
     def none(self, places: int) -> Figures:
         """As `ir.Look` says."""
@@ -175,6 +160,193 @@ class Recorder:
         return jax.tree.map(lambda x: lax.pmax(x, axes), whole)
 
 
+# ---------------------------------------------------------------- values
+
+
+def _bits_of(x: Any) -> Any:
+    """The bits of magnitudes in float32; beyond its range those of the range's ends.
+
+    For a complex number they are those of its larger part; a NaN counts as the largest.
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.max(_bits_of(lax.real(x)), _bits_of(lax.imag(x)))
+    narrow = lax.convert_element_type(x, np.float32)
+    bits = lax.bitwise_and(lax.bitcast_convert_type(narrow, np.uint32), np.uint32(0x7FFFFFFF))
+    if x.dtype != np.float64:
+        return bits
+    bits = jnp.where(jnp.isfinite(x) & (bits == INFINITY), INFINITY - np.uint32(1), bits)
+    return jnp.where((x != 0) & (bits == 0), np.uint32(1), bits)
+
+
+Cell = int
+"""The index of a scalar to which values were reduced."""
+_ZERO, _ONE, _UNBOUNDED = range(3)
+
+
+class _Extent(NamedTuple):
+    """The cells of a value's magnitudes, and of how many of its elements are not finite.
+
+    Attributes:
+        largest: the bits of the largest finite magnitude; 0 if there is none.
+        smallest_less_one: the bits of the smallest nonzero magnitude, less one. A zero wraps to the
+            largest uint32, so that the minimum over all elements passes over zeros.
+        infinities: the number of infinities.
+        nans: the number of NaNs.
+    """
+
+    largest: Cell
+    smallest_less_one: Cell
+    infinities: Cell
+    nans: Cell
+
+
+_Change = Callable[[Any, Sequence[Any]], Sequence[Any]]
+_CHANGES: dict[str, _Change] = {
+    "infinities": lambda bits, around: [lax.eq(bits, INFINITY), *_finite(around)],
+    "nans": lambda bits, around: [lax.gt(bits, INFINITY), *(lax.le(x, INFINITY) for x in around)],
+    "lost_if_all": lambda bits, around: [_zero(bits), *_finite(around), *_nonzero(around)],
+    "lost": lambda bits, around: [_zero(bits), *_finite(around)],
+    "lost_if_first": lambda bits, around: [_zero(bits), *_finite(around), *_nonzero(around[:1])],
+}
+"""What is counted of a pointwise equation, by the bits of its result and of its operands: the
+elements for which all of these hold.
+
+An infinity or a NaN was made if no operand has one at the same element, and a number was lost if
+the result is zero and the exact result is not. That is zero only where an operand is
+(`lost_if_all`), never (`lost`), or only where the first operand is (`lost_if_first`).
+"""
+
+
+def _finite(around: Sequence[Any]) -> list[Any]:
+    return [lax.lt(x, INFINITY) for x in around]
+
+
+def _nonzero(around: Sequence[Any]) -> list[Any]:
+    return [lax.gt(x, np.uint32(0)) for x in around]
+
+
+def _zero(bits: Any) -> Any:
+    return lax.eq(bits, np.uint32(0))
+
+
+class _Item(NamedTuple):
+    """Cells that are reduced in one loop.
+
+    Attributes:
+        arrays: a value, and the operands of the pointwise equation that made it.
+        is_new: whether the value's extent is among them.
+        wanted: those of `_CHANGES` that are.
+        first: the first of the cells.
+    """
+
+    arrays: Sequence[Any]
+    is_new: bool
+    wanted: Sequence[str]
+    first: Cell
+
+    @property
+    def key(self) -> Any:
+        """What items that are reduced together share."""
+        types = [(x.shape, x.dtype) for x in self.arrays]
+        has_few = all(isinstance(n, int) for n in types[0][0]) and math.prod(types[0][0]) <= _FEW
+        return (self.is_new, *self.wanted, *types) if has_few else self.first
+
+
+class _Cells:
+    """The scalars to which the values of a sequence of equations are reduced.
+
+    Values are told apart by their ids, so the caller must keep them alive.
+    """
+
+    def __init__(self) -> None:
+        self._count = _UNBOUNDED + 1
+        self._items: list[_Item] = []
+        self._equal: dict[int, Any] = {}
+        self._extents: dict[int, _Extent] = {}
+
+    def equate(self, value: Any, other: Any) -> None:
+        """Notes that a value has another one's magnitudes, in any order and number."""
+        other = self._equal.get(id(other), other)
+        if value is not other:
+            self._equal[id(value)] = other
+
+    def extent(
+        self, value: Any, around: Sequence[Any] = (), wanted: Sequence[str] = ()
+    ) -> tuple[_Extent, Sequence[Cell]]:
+        """The extent of a value, and what changed in the pointwise equation that made it.
+
+        Args:
+            value: the value.
+            around: the equation's operands, scalars or with as many dimensions.
+            wanted: those of `_CHANGES` that are counted.
+        """
+        value = value if wanted else self._equal.get(id(value), value)
+        known = self._extents.get(id(value))
+        cells = range(self._count, self._count + (0 if known else 4) + len(wanted))
+        if cells:
+            arrays = [ir.summed_up(jnp.asarray(x)) for x in (value, *around)]
+            self._items.append(_Item(arrays, not known, wanted, self._count))
+            self._count = cells.stop
+        if known is None:
+            known = self._extents[id(value)] = _Extent(*cells[:4])
+            cells = cells[4:]
+        return known, cells
+
+    def reduced(self) -> tuple[Any, Any]:
+        """A vector with all scalars, and the place of each cell in it."""
+        vectors: list[Any] = [np.asarray([0, 1, UNBOUNDED], np.uint32)]
+        places, end = np.arange(self._count), _UNBOUNDED + 1
+        groups = defaultdict[Any, list[_Item]](list)
+        for item in self._items:
+            groups[item.key].append(item)
+        for group in groups.values():
+            for start in range(0, len(group), _AT_ONCE):
+                items = group[start : start + _AT_ONCE]
+                for column, vector in enumerate(_reduced(items)):
+                    vectors.append(vector)
+                    places[[item.first + column for item in items]] = range(end, end + len(items))
+                    end += len(items)
+        return _concatenated(vectors), places
+
+
+_COMBINE = {"max": lax.max, "min": lax.min, "sum": lax.add}
+_START = {"max": np.uint32(0), "min": UNBOUNDED, "sum": np.uint32(0)}
+
+
+def _reduced(items: Sequence[_Item]) -> Sequence[Any]:
+    """The columns of alike items, a vector with an element for each item, in one loop."""
+    each = zip(*(item.arrays for item in items), strict=True)
+    stacks = [_concatenated([lax.expand_dims(x, (0,)) for x in arrays]) for arrays in each]
+    bits, *around = map(_bits_of, stacks)
+    shape = bits.shape
+    # Along the result's axes an operand may have one element, and a scalar has none.
+    around = [lax.broadcast_in_dim(x, shape, range(x.ndim)) for x in around]
+    columns: list[tuple[Any, str]] = []
+    if items[0].is_new:
+        finite = lax.select(lax.lt(bits, INFINITY), bits, lax.full_like(bits, 0))
+        columns += [(finite, "max"), (lax.sub(bits, np.uint32(1)), "min")]
+        columns += [(lax.eq(bits, INFINITY), "sum"), (lax.gt(bits, INFINITY), "sum")]
+    for name in items[0].wanted:
+        columns.append((functools.reduce(lax.bitwise_and, _CHANGES[name](bits, around)), "sum"))
+    arrays = [lax.convert_element_type(x, np.uint32) for x, _ in columns]
+    hows = [how for _, how in columns]
+
+    def combined(one: Any, other: Any) -> Any:
+        return tuple(_COMBINE[how](a, b) for how, a, b in zip(hows, one, other, strict=True))
+
+    axes = tuple(range(1, len(shape)))
+    return lax.reduce(arrays, [_START[how] for how in hows], combined, axes) if axes else arrays
+
+
+def _concatenated(arrays: Sequence[Any]) -> Any:
+    while len(arrays) > _AT_ONCE:
+        starts = range(0, len(arrays), _AT_ONCE)
+        parts = [lax.concatenate(arrays[i : i + _AT_ONCE], 0) for i in starts]
+        # XLA would make one of these and the next one.
+        arrays = lax.optimization_barrier(parts)
+    return lax.concatenate(arrays, 0) if len(arrays) > 1 else arrays[0]
+
+
 # ---------------------------------------------------------------- one equation
 
 
@@ -183,7 +355,7 @@ def _moves(name: str) -> bool:
     return op(name).kind is OpKind.DATA_MOVEMENT and name != "gather"
 
 
-Row = dict[str, list[Cell]]
+_Row = dict[str, list[Cell]]
 """The cells that make up an equation's row: sums, maxima or minima are taken over each list.
 
 - largest, smallest: of the results.
@@ -195,38 +367,49 @@ Row = dict[str, list[Cell]]
 """
 
 
-def _row(step: ir.Ran, reads: bool, values: Values) -> Row:
+def _row(step: ir.Ran, reads: bool, cells: _Cells) -> _Row:
     name = step.eqn.primitive.name
     results = [x for x in step.results if _is_inexact(x)]
     operands = [x for x in step.operands if _is_inexact(x)]
     chooses = _moves(name) or _makes_an_operand(name, operands, results)
-    shape = jnp.shape(results[0])
-    pointwise = _is_pointwise(name, operands, shape)
-    row: Row = defaultdict(list)
+    pointwise = _is_pointwise(name, operands, jnp.shape(results[0]))
+    row: _Row = defaultdict(list)
     if reads:
-        extents = [values.extent(x) for x in operands]
-        row["largest_read"] += [x.largest for x in extents]
-        row["smallest_read"] += [x.smallest_less_one for x in extents]
+        row["largest_read"] = [x.largest for x in _extents(cells, operands)]
+        row["smallest_read"] = [x.smallest_less_one for x in _extents(cells, operands)]
     from_all = not (pointwise or chooses)
     if from_all:
-        _note_not_finite_read(row, step, operands, values)
+        # A reference may hold a NaN, so what the equation makes of it is not born here.
+        has_refs = any(map(_is_ref, step.operands))
+        read = [_Extent(*[_ONE] * 4)] if has_refs else _extents(cells, operands)
+        row["not_finite_read"] = [cell for x in read for cell in (x.infinities, x.nans)]
+        row["nans_read"] = [x.nans for x in read]
     changes = pointwise and not _keeps_magnitudes(step)
     around, wanted = _changes(name, operands, chooses) if changes else ([], {})
-    around = [values.spread(x, shape) for x in around]
     for x in results:
-        extent, changed = values.changed(x, around, list(wanted.values()))
-        row["largest"].append(extent.largest)
-        row["smallest"].append(extent.smallest_less_one)
-        row["bad"] += extent.infinities, extent.nans
-        for figure, field in wanted.items():
-            row[figure].append(changed[field])
-        if from_all:
-            row["infinities"].append(extent.infinities)
-            row["nans"].append(extent.nans)
+        _note_result(row, cells, x, around, wanted, from_all)
     if ir.rounds_operand(step.eqn):
         # A scaled product's operand loses values to zero by its rounding.
-        row["lost"].append(values.lost(step.operands[0], step.results[0]))
+        row["lost"] += cells.extent(step.results[0], step.operands[:1], ["lost_if_all"])[1]
     return row
+
+
+def _note_result(
+    row: _Row, cells: _Cells, x: Any, around: Sequence[Any], wanted: dict[str, str], from_all: bool
+) -> None:
+    extent, changed = cells.extent(x, around, list(wanted.values()))
+    row["largest"].append(extent.largest)
+    row["smallest"].append(extent.smallest_less_one)
+    row["bad"] += extent.infinities, extent.nans
+    for figure, cell in zip(wanted, changed, strict=True):
+        row[figure].append(cell)
+    if from_all:
+        row["infinities"].append(extent.infinities)
+        row["nans"].append(extent.nans)
+
+
+def _extents(cells: _Cells, values: Sequence[Any]) -> list[_Extent]:
+    return [cells.extent(x)[0] for x in values]
 
 
 _KEEP = frozenset(("neg", "abs", "copy", "stop_gradient", "reshape", "squeeze", "transpose", "rev"))
@@ -245,18 +428,6 @@ def _keeps_magnitudes(step: ir.Ran) -> bool:
         return after.dtype in _EXACT.get(before.dtype, ())
     kept = eqn.primitive.name in _KEEP or ir.keeps_bits(eqn) or ir.is_identity_of_first_operand(eqn)
     return kept and after.dtype == before.dtype
-
-
-def _note_not_finite_read(row: Row, step: ir.Ran, operands: Sequence[Any], values: Values) -> None:
-    if any(map(_is_ref, step.operands)):
-        # A reference may hold a NaN, so what the equation makes of it does not count as born here.
-        row["not_finite_read"].append(ONE)
-        row["nans_read"].append(ONE)
-        return
-    for x in operands:
-        infinities, nans = values.not_finite(x)
-        row["not_finite_read"] += infinities, nans
-        row["nans_read"].append(nans)
 
 
 def _makes_an_operand(name: str, operands: Sequence[Any], results: Sequence[Any]) -> bool:
@@ -287,7 +458,7 @@ def _changes(name: str, operands: Sequence[Any], chooses: bool) -> tuple[list[An
         chooses: whether its results are elements of them.
 
     Returns:
-        The operands, and for each figure of a row the one of `CHANGES` that it counts.
+        The operands, and for each figure of a row the one of `_CHANGES` that it counts.
     """
     wanted: dict[str, str] = {}
     if not chooses:
@@ -320,21 +491,38 @@ def _is_ref(x: Any) -> bool:
 # ---------------------------------------------------------------- all equations
 
 
-def _over(combine: Any, cells: Any) -> Any:
-    """The first dimension of an array, combined."""
-    each = (lax.index_in_dim(cells, i, 0, False) for i in range(len(cells)))
-    return functools.reduce(combine, each)
+_FIGURES = (
+    *("bad", "infinities", "nans", "lost", "not_finite_read", "nans_read"),
+    *("largest", "smallest", "largest_read", "smallest_read"),
+)
 
 
-def _columns(*vectors: Any) -> Any:
+def _gathered(
+    vector: Any, places: Any, rows: Sequence[_Row], names: Sequence[str]
+) -> list[list[Any]]:
+    """For each name as many vectors with an element for each row as a row has cells of the name."""
+    indices: list[Any] = []
+    ends: list[int] = [0]
+    for name in names:
+        empty = _UNBOUNDED if name.startswith("smallest") else _ZERO
+        width = max(1, *(len(row[name]) for row in rows))
+        indices += zip(
+            *(row[name] + [empty] * (width - len(row[name])) for row in rows), strict=True
+        )
+        ends.append(len(indices))
+    found = vector.at[places[np.asarray(indices)]].get(mode="promise_in_bounds")
+    each = [lax.index_in_dim(found, i, 0, False) for i in range(len(indices))]
+    return [each[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def _over(combine: Any, vectors: Sequence[Any]) -> Any:
+    return functools.reduce(combine, vectors)
+
+
+def _columns(vectors: Sequence[Any]) -> Any:
     return lax.concatenate([lax.expand_dims(x, (1,)) for x in vectors], 1)
 
 
-def _smallest(less_one: Any) -> Any:
+def _smallest(less_one: Sequence[Any]) -> Any:
     """The smallest nonzero bits, from the smallest of all bits minus one of several values."""
     return lax.add(lax.min(_over(lax.min, less_one), INFINITY - np.uint32(1)), np.uint32(1))
-
-
-def _reads(largest: Any, smallest_less_one: Any) -> Any:
-    whole = lax.select(lax.gt(largest, np.uint32(0)), largest, lax.full_like(largest, INFINITY))
-    return _columns(_over(lax.max, largest), _smallest(smallest_less_one), _over(lax.min, whole))
