@@ -32,6 +32,7 @@ from jax import lax
 
 from precpass.policy.policy import cast_leaves
 from precpass.policy.precision import Precision
+from precpass.units import a_value
 
 if TYPE_CHECKING:
     import optax
@@ -300,7 +301,7 @@ def scaled_value_and_grad(
     def scaled(scale: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         if not isinstance(scale, LossScale):
             raise TypeError(
-                f"the first argument is a {type(scale).__name__}, and is to be a loss scale of "
+                f"the first argument is {a_value(scale)}, and is to be a loss scale of "
                 "precpass.loss_scale: NoOpLossScale(), StaticLossScale(...), DynamicLossScale(...)"
             )
 
@@ -391,7 +392,7 @@ def _shown(x: Any) -> str:
     try:
         return f"{jnp.result_type(x)}[{','.join(map(str, jnp.shape(x)))}]"
     except TypeError:
-        return f"a {type(x).__name__}"
+        return a_value(x)
 
 
 # ---------------------------------------------------------------- optimizers

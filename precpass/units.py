@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["are", "counted", "in_unit", "listed", "sized"]
+__all__ = ["a_value", "are", "counted", "in_unit", "listed", "sized"]
 
 
 def counted(n: int, noun: str) -> str:
@@ -25,6 +25,20 @@ def are(n: int) -> str:
         ('is', 'are')
     """
     return "is" if n == 1 else "are"
+
+
+def a_value(x: object) -> str:
+    """What a value of a user is, for an error.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> a_value(jnp.ones(3)), a_value([1]), a_value(1)
+        ('an array', 'a list', 'an int')
+    """
+    name = type(x).__name__
+    if name in ("ArrayImpl", "ndarray") or name.endswith("Tracer"):
+        return "an array"
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def listed(names: Sequence[str], most: int) -> str:

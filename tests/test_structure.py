@@ -17,7 +17,7 @@ MAX_COMPLEXITY = 20
 """The largest cyclomatic complexity that radon grades C."""
 MAX_FLOORS = 10
 MAX_FOLDER_LINES = {
-    "analysis": 3_850,
+    "analysis": 3_950,
     "autotune": 550,
     "cli": 1_300,
     "devices": 950,
@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "jit": {"policy", "devices", "jaxpr", "plan", "planner", "rewrite", "autotune"},
     "api": {"policy", "devices", "jaxpr", "plan", "view", "jit"},
-    "loss_scale": {"policy"},
+    "loss_scale": {"policy", "units"},
     "numerics": {
         *("units", "policy", "jaxpr", "analysis", "plan", "planner", "rewrite", "view"),
         *("jit", "api", "loss_scale"),

@@ -66,12 +66,13 @@ class Thresholds:
         number = self._numbers.of(body, atom)
         if number is not None:
             return 0 < abs(number) < (_OF_LOOPS if in_loop else _OF_RESULTS)
-        maker = self.graph.maker(body, atom)
-        if maker is None:
+        row = self.graph.row_of_maker(body, atom)
+        if row is None:
             return in_loop and self._is_given(body, atom)
+        maker = self.graph.eqns[row]
         name = maker.primitive.name
         if name == "jit":
-            ((called, child),) = self.graph.children[self.graph.row_of_maker(body, atom)]
+            ((called, child),) = self.graph.children[row]
             inside = dict(zip(called.results, ir.open_jaxpr(called.jaxpr).outvars, strict=True))
             return self._is_tolerance(child, inside[maker.outvars.index(atom)], in_loop)
         if in_loop and name in _FUNCTIONS:

@@ -18,7 +18,7 @@ from precpass.numerics.given import check_whole, is_known, is_real, parsed_preci
 from precpass.numerics.ladder import switches
 from precpass.numerics.rungs import check_rising
 from precpass.policy.precision import FORMATS, Precision
-from precpass.units import counted
+from precpass.units import a_value, counted
 
 __all__ = ["LeastSquares", "Roles", "least_squares"]
 
@@ -306,7 +306,7 @@ def least_squares(
     fitting = _fitting()
     if not callable(residual):
         raise TypeError(
-            f"residual is a {type(residual).__name__}: it is to be a function of the unknowns and "
+            f"residual is {a_value(residual)}: it is to be a function of the unknowns and "
             "args, such as lambda b, t: b[0] * jnp.exp(-b[1] * t) - y"
         )
     roles = Roles.of({} if roles is None else roles)

@@ -24,6 +24,7 @@ from jax.scipy.linalg import solve_triangular
 from precpass.numerics.float64 import in_float64
 from precpass.numerics.given import check_whole, parsed_precision
 from precpass.policy.precision import Precision
+from precpass.units import a_value
 
 __all__ = ["LinearSolve", "factors", "solve"]
 
@@ -172,7 +173,7 @@ class _How(NamedTuple):
 def _check_arrays(a: Any, b: Any) -> None:
     for name, x in (("A", a), ("b", b)):
         if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
-            raise TypeError(f"{name} is a {type(x).__name__}: it is to be an array")
+            raise TypeError(f"{name} is {a_value(x)}: it is to be an array")
         if not jnp.issubdtype(dtype := jnp.result_type(x), jnp.inexact):
             raise TypeError(f"{name} is {dtype.name}: it is to be floating or complex")
     shape, other = jnp.shape(a), jnp.shape(b)

@@ -80,8 +80,8 @@ def quantized(
         ...     return x
         >>> ws, x = [jnp.eye(256)] * 3, jnp.ones((256, 256))
         >>> small = quantized(layers)(ws, x)
-        >>> [type(w).__name__ for w in small]  # the first and the last layer have 16 bits
-        ['ArrayImpl', 'QuantizedArray', 'ArrayImpl']
+        >>> [type(w).__name__ for w in small]
+        ['QuantizedArray', 'QuantizedArray', 'QuantizedArray']
         >>> small[1].values.dtype, small[1].order  # what is summed is stored last
         (dtype('int8'), (1, 0))
     """

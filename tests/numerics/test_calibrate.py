@@ -333,7 +333,7 @@ def test_in_loops_and_gradients():
     ("batches", "safety", "error", "match"),
     [
         ([], 2.0, ValueError, "there are no batches"),
-        ([X], 2.0, TypeError, r"batch 0 is a ndarray, and is to be a tuple .*\(batch,\)"),
+        ([X], 2.0, TypeError, r"batch 0 is an array, and is to be a tuple .*\(batch,\)"),
         ([FINE], 0.5, ValueError, "safety=0.5"),
         ([FINE], "2", ValueError, "safety='2'"),
         ([FINE], True, ValueError, "safety=True"),

@@ -365,7 +365,7 @@ def test_bad_values_are_refused(given: dict[str, Any], said: str):
         ({"x0": [1j]}, r"x0\[0\] is complex"),
         ({"x0": [jax.random.key(0)]}, "unknowns are real and floating"),
         ({"x0": ["float32"]}, r"x0\[0\] is a str: unknowns are floating arrays"),
-        ({"residual": 3}, "residual is a int: it is to be a function of the unknowns and args"),
+        ({"residual": 3}, "residual is an int: it is to be a function of the unknowns and args"),
         ({"args": "t"}, "args is a str: args are arrays and numbers; hold what is neither"),
         ({"args": {"mode": "bfloat16"}}, r"args\['mode'\] is a str"),
         ({"args": [np.array([None])]}, r"args\[0\] is a ndarray of object"),

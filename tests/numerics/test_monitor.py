@@ -323,7 +323,7 @@ def test_healths_are_merged():
         one.merged(monitor(jnp.exp)(jnp.ones(2))[1])
     with pytest.raises(TypeError, match=r"monitored.init\(\*args\)"):
         monitor(jnp.sin, every=2)(jnp.ones(2))
-    with pytest.raises(TypeError, match="takes a Health, not a int"):
+    with pytest.raises(TypeError, match="takes a Health, not an int"):
         one.merged(3)  # pyright: ignore[reportArgumentType]
 
 

@@ -261,7 +261,7 @@ def test_what_the_figures_take_for_granted_is_said():
     def loops(x, w):
         return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), (0, x))[1]
 
-    assert "figures: 128 trips of each loop whose number only run" in pp.explain(loops)(X, W).text()
+    assert "the figures count 128 iterations of each loop whose" in pp.explain(loops)(X, W).text()
     branches = pp.explain(lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x))
     assert "figures: all branches of a cond count" in branches(X, W).text()
     (n,) = jax.export.symbolic_shape("n")

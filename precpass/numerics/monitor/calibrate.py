@@ -28,7 +28,7 @@ from precpass.policy.primitives import TABLE, OpKind
 from precpass.policy.rules import Rule
 from precpass.policy.scopes import clean_scope, join_scopes
 from precpass.policy.warned import PrecisionWarning, quietly
-from precpass.units import counted, listed
+from precpass.units import a_value, counted, listed
 
 __all__ = ["calibrate"]
 
@@ -97,7 +97,7 @@ def calibrate(
     for batch in batches:
         if not isinstance(batch, tuple):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
             raise TypeError(
-                f"calibrate: batch {count} is a {type(batch).__name__}, and is to be a tuple of "
+                f"calibrate: batch {count} is {a_value(batch)}, and is to be a tuple of "
                 "the function's arguments: (batch,) for one"
             )
         try:

@@ -15,7 +15,7 @@ import numpy as np
 from precpass.jaxpr import Place
 from precpass.numerics.monitor.figures import MOST, NEVER, Figures, joined, none
 from precpass.policy.scopes import clean_scope
-from precpass.units import counted
+from precpass.units import a_value, counted
 from precpass.view.page import Cell, as_html, bar, facts, page, sheet, title
 from precpass.view.text import Line, heading, plain
 
@@ -111,7 +111,7 @@ class Health:
             ValueError: for the health of another program. Batches may have other shapes.
         """
         if not isinstance(other, Health):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
-            raise TypeError(f"merged takes a Health, not a {type(other).__name__}")
+            raise TypeError(f"merged takes a Health, not {a_value(other)}")
         if self.places != other.places or (self.figures.reads is None) != (
             other.figures.reads is None
         ):

@@ -21,6 +21,7 @@ from precpass.numerics.monitor.figures import Recorder
 from precpass.numerics.monitor.health import Health
 from precpass.policy.policy import PolicyLike
 from precpass.policy.warned import quietly
+from precpass.units import a_value
 
 __all__ = ["Monitored", "looked", "monitor"]
 
@@ -133,8 +134,8 @@ class Monitored(Generic[P, R]):
         health, *rest = given or (None,)
         if not isinstance(health, Health):
             raise TypeError(
-                f"with every={self.every} the first argument is a health, not a "
-                f"{type(health).__name__}: begin with monitored.init(*args)"
+                f"with every={self.every} the first argument is a health, not "
+                f"{a_value(health)}: begin with monitored.init(*args)"
             )
         return self._sometimes((health,), (*self._owner, *rest), kwargs)
 
