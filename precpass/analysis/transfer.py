@@ -361,6 +361,8 @@ _READ: dict[str, Callable[[Any], Hashable]] = {
 
 _RULES: dict[str, Callable[[Any, Sequence[ValueRange]], ValueRange]] = {
     "iota": _iota,
+    # What a branch does not save for its derivative, which nothing reads.
+    **dict.fromkeys(("empty", "empty2"), lambda read, fs: ValueRange(0.0, 0.0, integer=True)),
     "axis_index": _axis_index,
     "convert_element_type": _convert,
     "copy": _convert,

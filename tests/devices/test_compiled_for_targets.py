@@ -478,7 +478,7 @@ for fn in (
 ):
     found = pp.audit(fn, target={target!r})(x)
     compared = pp.compare(fn, ["AutoMixedBf16"], columns="moved", target={target!r})(x)
-    said = ["one trip of each loop" in str(report) for report in (found, compared)]
+    said = ["one iteration of each loop" in str(report) for report in (found, compared)]
     print(found.traffic.runs, found.traffic.guesses, *set(said))
 """
 

@@ -194,7 +194,7 @@ def island(s: Scope, n: Picks, _: Bodies) -> None:
     with pp.keep("f64"):
         match n(4):
             case 0:
-                out = x @ w * 0.3
+                out = x @ w * 0.25
             case 1:
                 out = jnp.sum(jnp.square(x - x.mean(0, keepdims=True)), 0)
             case 2:

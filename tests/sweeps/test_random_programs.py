@@ -162,8 +162,13 @@ FOUND = [
     Case(scaled(1e-30), (X, W), "AutoMixedF16", "grad", inside=False, x64=True),
     Case(scaled(1e-30), (X, W), "AutoMixedConservativeF16"),
     Case(scaled_in_a_loop, (X, W), "AutoMixedF16"),
-    # the oracle took the number of a float64 region as float32 has it
-    case_of(Program((Step("island"),)), "AlwaysF32"),
+    # what a branch saves shares its place with what the other one does
+    case_of(
+        Program((Step("cond", 0, ((Step("helper"),), (Step("positions", 5),))),)),
+        "AlwaysF16",
+        "grad",
+        True,
+    ),
 ]
 
 
