@@ -77,8 +77,7 @@ class Thresholds:
             return self._is_tolerance(child, inside[maker.outvars.index(atom)], in_loop)
         if in_loop and name in _FUNCTIONS:
             (operand, *_) = maker.invars
-            is_small = self._is_tolerance(body, operand, in_loop)
-            return is_small or self._is_given_or_number(body, operand)
+            return self._is_tolerance(body, operand, in_loop) or self._is_given(body, operand)
         if name in ("mul", "max", "min", "square", "integer_pow"):
             return any(self._is_tolerance(body, v, in_loop) for v in maker.invars)
         if name == "select_n":
@@ -100,9 +99,3 @@ class Thresholds:
         opened = ir.open_jaxpr(trip.jaxpr)
         carried = at - loop.constants
         return opened.outvars[carried] is opened.invars[trip.constants + carried]
-
-    def _is_given_or_number(self, body: int, atom: ir.Atom) -> bool:
-        maker = self.graph.maker(body, atom)
-        if maker is not None and moves(maker.primitive.name):
-            return self._is_given_or_number(body, maker.invars[0])
-        return self._numbers.of(body, atom) is not None or self._is_given(body, atom)

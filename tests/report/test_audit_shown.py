@@ -152,6 +152,8 @@ def test_a_reason_is_that_of_the_planned_precision():
 
 
 def test_what_a_jitted_function_of_jax_does_stands_at_its_call():
+    jax.clear_caches()  # a function that is traced already has the lines of its first call
+
     def once(x):
         return jnp.convolve(x, x)
 
