@@ -19,7 +19,8 @@ from precpass.policy.policy import PrecisionPolicy
 __all__ = ["Mixed"]
 
 
-_REPORTS = ("inspect", "explain", "compare", "audit", "bisect")
+_REPORTS = ("inspect", "explain", "compare", "audit", "bisect", "monitor")
+_OF_INSPECTIONS = ("diff", "draw", "plan", "before", "after")
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -136,6 +137,11 @@ class Mixed(Generic[P, R_co]):
         )
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OF_INSPECTIONS:
+            raise AttributeError(
+                f"an auto_mixed function has no {name}: write precpass.inspect(f)(...).{name}, "
+                "with the function's arguments in the second parentheses"
+            )
         if name in _REPORTS:
             raise AttributeError(
                 f"an auto_mixed function has no {name}: write precpass.{name}(f)(...), "

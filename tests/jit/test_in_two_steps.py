@@ -50,5 +50,7 @@ def test_reports_are_functions_and_no_methods(report):
     name = report.__name__
     with pytest.raises(AttributeError, match=rf"write precpass\.(report\.)?{name}\(f\)\(\.\.\.\)"):
         getattr(pp.auto_mixed(square), name)
-    with pytest.raises(AttributeError, match="no attribute 'draw'"):
+    with pytest.raises(AttributeError, match=r"write precpass\.inspect\(f\)\(\.\.\.\)\.draw"):
         _ = pp.auto_mixed(square).draw
+    with pytest.raises(AttributeError, match="no attribute 'drawn'"):
+        _ = pp.auto_mixed(square).drawn
