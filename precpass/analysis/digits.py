@@ -72,7 +72,7 @@ _NOTHING, _SUBTRACTED = _Asked(0), _Asked(Digits.SUBTRACTED)
 _COMPARED, _RANKED, _LEAVING = (
     *(_Asked(Digits.COMPARED), _Asked(Digits.RANKED), _Asked(Digits.LEAVING)),
 )
-_MAGNIFIED = _Asked(Digits.MAGNIFIED)
+_MAGNIFIED, _TERM = _Asked(Digits.MAGNIFIED), _Asked(Digits.TERM)
 _IN_FUNCTION = Digits.SUBTRACTED | Digits.COMPARED | Digits.MAGNIFIED | Digits.FACTOR
 _MAGNIFYING = frozenset(
     name for name, row in ROWS.items() if row.full_precision and row.kind is OpKind.ELEMENTWISE
@@ -168,12 +168,11 @@ class DigitsRead(BackwardWalk[_Asked]):
     def _own(self, row: int, body: int, eqn: ir.Eqn) -> Sequence[_Asked]:
         name, table, count = eqn.primitive.name, op(eqn.primitive.name), len(eqn.invars)
         if name == "sub":
-            is_harmless = self._idioms.keeps_digits(body, eqn)
+            asked = _NOTHING if self._idioms.keeps_digits(body, eqn) else _SUBTRACTED
+            if self._idioms.is_shift_of_choice(body, eqn):
+                asked = _TERM
             is_complement = self._idioms.is_complement(body, eqn)
-            return [
-                _NOTHING if is_harmless else _SUBTRACTED,
-                _NOTHING if is_complement else _SUBTRACTED,
-            ]
+            return [asked, _NOTHING if is_complement else _SUBTRACTED]
         if table.compares:
             return [self._compared(body, eqn)] * count
         if table.ranks:

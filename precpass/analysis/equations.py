@@ -136,18 +136,6 @@ def grows(eqn: ir.Eqn) -> bool:
     return there >= 2 * here if is_gather else there > here
 
 
-def cast_belongs_before(eqn: ir.Eqn) -> bool:
-    """Whether a cast of an equation's result belongs before it, on its operand.
-
-    That is so if the equation repeats its operand, because there are fewer elements to cast, and if
-    it reverses it: cuDNN has a kernel for the derivative of a convolution, and XLA finds the place
-    for it by the reversed array that a convolution reads. If a cast stands between the two, XLA
-    does not find it, and the gradient of a strided convolution becomes a convolution over an array
-    that is filled up with zeros (jax 0.10.2 and 0.12.0.1).
-    """
-    return grows(eqn) or (eqn.primitive.name == "rev" and is_wide(eqn.invars[0]))
-
-
 def hands_on(eqn: ir.Eqn, var: ir.Var) -> bool:
     """Whether the numbers of a value are in an equation's results: moved, repeated, or chosen.
 

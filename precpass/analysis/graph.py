@@ -194,6 +194,16 @@ class Graph:
             return None
         return int(self.body[row]), self.eqns[row].invars[inner.operands[invars.index(var)]]
 
+    def name_in_call(self, row: int, var: ir.Var) -> tuple[int, ir.Atom] | None:
+        """The name of a call's result inside of the call; None for any other equation's result."""
+        match self.children.get(row, ()):
+            case ((called, child),) if called.trips == 1 and not called.carry:
+                position = self.eqns[row].outvars.index(var)
+                inside = zip(called.results, ir.open_jaxpr(called.jaxpr).outvars, strict=False)
+                return next(((child, v) for at, v in inside if at == position), None)
+            case _:
+                return None
+
     @functools.cached_property
     def rows_with_bodies(self) -> tuple[tuple[int, ...], ...]:
         """For each body, the rows of its equations that have bodies themselves."""

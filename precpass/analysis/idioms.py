@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator
 
 from precpass import jaxpr as ir
-from precpass.analysis.equations import hands_on
+from precpass.analysis.equations import hands_on, moved_operand
 from precpass.analysis.graph import BORDER, Graph
 from precpass.analysis.numbers import Numbers
 from precpass.policy.primitives import op
@@ -74,12 +74,22 @@ class Idioms:
 
     # ------------------------------------------------------------ maxima
 
-    def is_maximum(self, body: int, atom: ir.Atom, *, of: ir.Atom) -> bool:
+    def is_shift_of_choice(self, body: int, eqn: ir.Eqn) -> bool:
+        """Whether a difference is of a choice, and of a maximum of what was chosen from.
+
+        The derivative of `logaddexp` has such differences. Rounding the choice alone would show.
+        """
+        value, maximum = eqn.invars
+        is_of_source = self.is_maximum(body, maximum, of=value)
+        return is_of_source and not self.is_maximum(body, maximum, of=value, chosen=False)
+
+    def is_maximum(self, body: int, atom: ir.Atom, *, of: ir.Atom, chosen: bool = True) -> bool:
         """Whether a value is the maximum over a dimension, or a `logaddexp`, of another one.
 
-        Sums with such a maximum count, as in `max + log(sum(exp(x - max)))`.
+        Sums with such a maximum count, as in `max + log(sum(exp(x - max)))`, and unless `chosen` is
+        false a maximum of what the other one was chosen from beside numbers.
         """
-        same = self._chosen_from(body, of)
+        same = self._chosen_from(body, of, chosen=chosen)
         todo, seen = [atom], set[ir.Var]()
         while todo and len(seen) < _SEARCH_LIMIT:
             value = todo.pop()
@@ -96,13 +106,13 @@ class Idioms:
                 todo += [v for v in operands if name in ("add", "max") or hands_on(maker, v)]
         return False
 
-    def _chosen_from(self, body: int, value: ir.Atom) -> set[ir.Var]:
-        """A value and what it was moved from, or chosen from beside numbers."""
+    def _chosen_from(self, body: int, value: ir.Atom, *, chosen: bool = True) -> set[ir.Var]:
+        """A value and what it was moved from, or if `chosen` chosen from beside numbers."""
         found = set[ir.Var]()
         while not ir.is_literal(value) and value not in found:
             found.add(value)
             maker = self._graph.maker(body, value)
-            if maker is None:
+            if maker is None or not (chosen or moved_operand(maker)):
                 break
             operands = maker.invars[1:] if maker.primitive.name == "select_n" else maker.invars
             unknown = [v for v in operands if self._numbers.of(body, v) is None]

@@ -15,7 +15,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from precpass.analysis.activations import features
 from precpass.analysis.backward import NOTHING, Asked, BackwardWalk, BodyAsks
 from precpass.analysis.graph import Graph
 from precpass.analysis.numbers import Numbers
+from precpass.analysis.phases import Phases
 from precpass.analysis.thresholds import Thresholds
 from precpass.analysis.tolerances import Tolerances
 from precpass.policy.primitives import COMPUTING, ROWS, Op, OpKind, named, op
@@ -101,7 +102,7 @@ def exact_needs(graph: Graph, numbers: Numbers) -> ExactNeeds:
     results = tuple(_of_result(v.aval) for v in ir.open_jaxpr(graph.root.jaxpr).outvars)
     thresholds = Thresholds(graph, numbers)
     tolerances = Tolerances(graph, thresholds)
-    walk = _NeedWalk(graph, tolerances, thresholds, numbers)
+    walk = _NeedWalk(graph, tolerances, thresholds, Phases(graph, numbers))
     products = _Collected(graph, tolerances.reasons).products(walk.body(0, results))
     loops = (child for row in tolerances.reasons for _, child in graph.children[row])
     bodies = frozenset[int]().union(*map(graph.inside, loops))
@@ -111,12 +112,9 @@ def exact_needs(graph: Graph, numbers: Numbers) -> ExactNeeds:
     return ExactNeeds(products, exact, bodies)
 
 
-_SEEDS = frozenset(("random_seed", "random_fold_in"))
-_READ_INTEGERS = _SEEDS | {"sort", "pure_callback", "io_callback", "ffi_call"}
-"""Primitives that need their integers, whichever operands these are."""
 _ASKING = frozenset(
-    (*named("reads_phase"), *named("factorizes"), *named("solves"), *_READ_INTEGERS)
-    + ("exp", "eq", "ne", "eq_to", "ragged_dot_general", "while", "cond")
+    (*named("reads_phase"), *named("factorizes"), *named("solves"), *named("reads_integers"))
+    + ("exp", "sub", "eq", "ne", "eq_to", "ragged_dot_general", "while", "cond")
     + tuple(name for name, row in ROWS.items() if row.data is not None)
 )
 """Primitives that ask for digits though nothing is asked of their results."""
@@ -126,16 +124,11 @@ class _NeedWalk(BackwardWalk[Asked]):
     """The walk that finds what is needed of each value."""
 
     def __init__(
-        self, graph: Graph, tolerances: Tolerances, thresholds: Thresholds, numbers: Numbers
+        self, graph: Graph, tolerances: Tolerances, thresholds: Thresholds, phases: Phases
     ) -> None:
-        rounds = not named("rounds_to_integers").isdisjoint(graph.primitives) or any(
-            eqn.primitive.name == "convert_element_type" and ir.is_integer(eqn.invars[0].aval)
-            for eqn in graph.eqns
-        )
         decides = Asked(Need.EXACT, "decides which way the program goes")
-        super().__init__(graph, _ASKING | {"sub"} if rounds else _ASKING, NOTHING, decides)
-        self._tolerances, self._thresholds, self._numbers = tolerances, thresholds, numbers
-        self._straight_through = set[int | None]()
+        super().__init__(graph, _ASKING, NOTHING, decides)
+        self._tolerances, self._thresholds, self._phases = tolerances, thresholds, phases
 
     @functools.cached_property
     def features(self) -> frozenset[Any]:
@@ -186,7 +179,7 @@ class _NeedWalk(BackwardWalk[Asked]):
         reads_phase = table.reads_phase and not ir.is_integer(eqn.invars[0].aval)
         if reads_phase or (name == "exp" and ir.has_complex(eqn)):
             return [_exact(row, f"is a phase that {name} reads")]
-        if name == "sub" and self._is_phase(row, eqn):
+        if name == "sub" and self._phases.has(row):
             phase = _exact(row, "is reduced to a phase")
             return [max(own, phase) for own in self._handed_on(row, eqn, asked)]
         if table.factorizes:
@@ -195,86 +188,6 @@ class _NeedWalk(BackwardWalk[Asked]):
             return [_exact(row, "is an operand of a linear solve")] * count
         return self._handed_on(row, eqn, asked)
 
-    def _is_phase(self, row: int, eqn: ir.Eqn) -> bool:
-        """Whether a value is left over whole periods, as in `x - round(x / p) * p`.
-
-        If that is subtracted from the value again, or the difference the other way round is added
-        to it, it is the error of a quantisation.
-        """
-        if row in self._straight_through:
-            return False
-        body, (left, right) = int(self.graph.body[row]), eqn.invars
-        if self._is_whole_part(body, right, of=left):
-            return True
-        return self._is_whole_part(body, left, of=right) and not self._is_added_to(
-            body, eqn.outvars[0], self._unshifted(body, right)
-        )
-
-    def _is_whole_part(self, body: int, atom: ir.Atom, *, of: ir.Atom) -> bool:
-        """Whether a value is the whole periods of another one."""
-        value, todo, seen = self._unshifted(body, of), [_Part(body, atom)], set[Any]()
-        while todo:
-            part = todo.pop()
-            if part.is_whole and not part.calls and self._unshifted(body, part.atom) is value:
-                return True
-            at = self.graph.row_of_maker(part.body, part.atom)
-            if at is None or (at, part.is_whole) in seen:
-                todo += self._outside(part) if at is None else []
-                continue
-            seen.add((at, part.is_whole))
-            eqn = self.graph.eqns[at]
-            is_error = eqn.primitive.name == "sub" and not part.calls
-            if is_error and self._unshifted(body, eqn.invars[0]) is value:
-                self._straight_through.add(at)
-            for into, child in self.graph.children.get(at, ())[:1]:
-                inside = zip(ir.open_jaxpr(into.jaxpr).outvars, into.results, strict=False)
-                result = eqn.outvars.index(part.atom)
-                todo += [
-                    part._replace(body=child, atom=v, calls=(*part.calls, at))
-                    for v, outside in inside
-                    if outside == result
-                ]
-            is_whole = part.is_whole or _rounds(eqn)
-            if is_whole > part.is_whole or eqn.primitive.name in _HAND_ON_PERIODS:
-                todo += [part._replace(atom=v, is_whole=is_whole) for v in eqn.invars]
-        return False
-
-    def _outside(self, part: _Part) -> list[_Part]:
-        """An operand of a body as its call has it."""
-        if not part.calls or ir.is_literal(part.atom):
-            return []
-        row, invars = part.calls[-1], ir.open_jaxpr(self.graph.bodies[part.body].jaxpr).invars
-        ((into, _), *_) = self.graph.children[row]
-        operand = self.graph.eqns[row].invars[into.operands[invars.index(part.atom)]]
-        return [part._replace(body=int(self.graph.body[row]), atom=operand, calls=part.calls[:-1])]
-
-    def _unshifted(self, body: int, atom: ir.Atom) -> ir.Atom:
-        """The value that another one is, apart from numbers that are added and factors."""
-        while (maker := self.graph.maker(body, atom)) is not None:
-            name = maker.primitive.name
-            others = [v for v in maker.invars if self._numbers.of(body, v) is None]
-            is_shifted = name in ("add", "sub", "mul", "div") and len(others) == 1
-            is_cast = name == "convert_element_type" and ir.is_inexact(maker.invars[0].aval)
-            is_cast = is_cast and ir.is_inexact(maker.outvars[0].aval)
-            if not (is_shifted or is_cast or name in ("stop_gradient", "neg", "copy")):
-                break
-            (atom,) = others or maker.invars[:1]
-        return atom
-
-    def _is_added_to(self, body: int, var: ir.Var, value: ir.Atom) -> bool:
-        """Whether what is made of a difference is added to the value that it was made of."""
-        for row in self.graph.readers(body).get(var, ()):
-            if row < 0:
-                continue
-            eqn = self.graph.eqns[row]
-            adds = eqn.primitive.name == "add"
-            if adds and any(self._unshifted(body, v) is value for v in eqn.invars):
-                return True
-            moved = eqn.primitive.name in ("stop_gradient", "copy", "convert_element_type")
-            if moved and self._is_added_to(body, eqn.outvars[0], value):
-                return True
-        return False
-
     def _handed_on(self, row: int, eqn: ir.Eqn, asked: Asked) -> list[Asked]:
         """What an equation needs of its operands only because its results are needed."""
         name, table, invars = eqn.primitive.name, op(eqn.primitive.name), eqn.invars
@@ -282,8 +195,8 @@ class _NeedWalk(BackwardWalk[Asked]):
         is_integer = [ir.is_integer(v.aval) for v in invars]
         if table.data is None and not any(is_integer) and name != "select_n":
             return [data] * len(invars)
-        index = _exact(row, "seeds random numbers" if name in _SEEDS else "is used as an index")
-        integers = index if name in _READ_INTEGERS else asked
+        index = _exact(row, "is used as an index")
+        integers = _exact(row, f"is read by {name}") if table.reads_integers else asked
         places = range(name == "select_n", len(invars)) if table.data is None else table.data
         of_data = [integers if whole else data for whole in is_integer]
         of_others = [index if whole else NOTHING for whole in is_integer]
@@ -312,33 +225,6 @@ class _NeedWalk(BackwardWalk[Asked]):
             return _exact(row, "is tested for equality")
         is_test = self._thresholds.has_tolerance(row, in_loop=False)
         return _exact(row, "is compared with a tolerance") if is_test else NOTHING
-
-
-class _Part(NamedTuple):
-    """A value that may be a part of another one.
-
-    Attributes:
-        body: that of its name.
-        atom: its name.
-        is_whole: whether it is rounded to whole numbers on the way.
-        calls: the rows of the calls that were entered on the way.
-    """
-
-    body: int
-    atom: ir.Atom
-    is_whole: bool = False
-    calls: tuple[int, ...] = ()
-
-
-_HAND_ON_PERIODS = frozenset(("mul", "div", "stop_gradient", "convert_element_type", "select_n"))
-"""Primitives whose results may be whole periods if an operand is."""
-
-
-def _rounds(eqn: ir.Eqn) -> bool:
-    """Whether an equation makes whole numbers of others."""
-    if eqn.primitive.name == "convert_element_type":
-        return ir.is_integer(eqn.invars[0].aval) != ir.is_integer(eqn.outvars[0].aval)
-    return op(eqn.primitive.name).rounds_to_integers
 
 
 class _Collected:

@@ -74,7 +74,7 @@ def number_from_outside(graph: Graph, row: int, atom: ir.Atom) -> float | None:
         made_at = graph.row_of_maker(body, atom)
         if made_at is not None:
             at = made_at
-            inside = _inside(graph, at, atom)
+            inside = graph.name_in_call(at, atom)
             if inside is not None:
                 entered.append(at)
                 body, atom = inside
@@ -103,18 +103,6 @@ def _repeats(eqn: ir.Eqn) -> bool:
         formats = [ir.precision_of(v.aval) for v in (*eqn.invars, *eqn.outvars)]
         return formats[0] is formats[1] is not None
     return eqn.primitive.name in _REPEATING and len(eqn.invars) == 1
-
-
-def _inside(graph: Graph, row: int, atom: ir.Atom) -> tuple[int, Any] | None:
-    """The name of a call's result in the only body of the call, which runs once."""
-    match graph.children.get(row, ()):
-        case ((body, child),) if body.trips == 1 and not body.carry:
-            position = graph.eqns[row].outvars.index(atom)
-            if position in body.results:
-                return child, ir.open_jaxpr(body.jaxpr).outvars[body.results.index(position)]
-        case _:
-            pass
-    return None
 
 
 def _outside(graph: Graph, body: int, atom: ir.Atom, entered: list[int]) -> tuple[int, Any] | None:

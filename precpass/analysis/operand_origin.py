@@ -42,24 +42,11 @@ def _is_loop_constant(graph: Graph, body: int, atom: ir.Atom) -> bool:
             if at < called.constants or called.trips != 1 or called.carry:
                 return at < called.constants
             body, atom = int(graph.body[row]), graph.eqns[row].invars[called.operands[at]]
-        elif inside := _inside(graph, row, atom):
-            called, body, atom = inside
-            entered.append((row, called))
+        elif inside := graph.name_in_call(row, atom):
+            entered.append((row, graph.children[row][0][0]))
+            body, atom = inside
         elif op(graph.primitives[row]).kind is OpKind.DATA_MOVEMENT:
             atom = graph.eqns[row].invars[0]
         else:
             return False
     return False
-
-
-def _inside(graph: Graph, row: int, atom: ir.Atom) -> tuple[ir.Body, int, ir.Atom] | None:
-    """The body that makes a result, if it runs once, its index, and the atom for the result."""
-    match graph.children.get(row, ()):
-        case ((body, child),) if body.trips == 1 and not body.carry:
-            position = graph.eqns[row].outvars.index(atom)
-            if position not in body.results:
-                return None
-            outvars = ir.open_jaxpr(body.jaxpr).outvars
-            return body, child, outvars[body.results.index(position)]
-        case _:
-            return None

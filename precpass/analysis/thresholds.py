@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.analysis.numbers import Numbers
@@ -46,20 +44,14 @@ class Thresholds:
                 be 1: libraries divide an error by its tolerance.
         """
         body, operands = int(self.graph.body[row]), self.graph.eqns[row].invars
-        if in_loop and any(self._is_one(body, v) for v in operands):
+        numbers = [self._numbers.of(body, v) for v in operands]
+        if (in_loop and 1 in numbers) or any(
+            self._is_tolerance(body, v, in_loop) for v in operands
+        ):
             return True
-        if any(self._is_tolerance(body, v, in_loop) for v in operands):
-            return True
-        of_zero = any(ir.is_literal(v) and np.ndim(v.val) == 0 and v.val == 0 for v in operands)
-        makers = filter(None, (self.graph.maker(body, v) for v in operands if of_zero))
+        makers = filter(None, (self.graph.maker(body, v) for v in operands if 0 in numbers))
         parts = (v for maker in makers if maker.primitive.name == "sub" for v in maker.invars)
         return any(self._is_tolerance(body, v, in_loop) for v in parts)
-
-    def _is_one(self, body: int, atom: ir.Atom) -> bool:
-        maker = self.graph.maker(body, atom)
-        if maker is None:
-            return self._numbers.of(body, atom) == 1
-        return moves(maker.primitive.name) and self._is_one(body, maker.invars[0])
 
     def _is_tolerance(self, body: int, atom: ir.Atom, in_loop: bool) -> bool:
         """Whether a number is small, a multiple of a small one, or given to a loop."""
@@ -71,17 +63,14 @@ class Thresholds:
             return in_loop and self._is_given(body, atom)
         maker = self.graph.eqns[row]
         name = maker.primitive.name
-        if name == "jit":
-            ((called, child),) = self.graph.children[row]
-            inside = dict(zip(called.results, ir.open_jaxpr(called.jaxpr).outvars, strict=True))
-            return self._is_tolerance(child, inside[maker.outvars.index(atom)], in_loop)
+        if inside := self.graph.name_in_call(row, atom):
+            return self._is_tolerance(*inside, in_loop)
         if in_loop and name in _FUNCTIONS:
             (operand, *_) = maker.invars
             return self._is_tolerance(body, operand, in_loop) or self._is_given(body, operand)
-        if name in ("mul", "max", "min", "square", "integer_pow"):
-            return any(self._is_tolerance(body, v, in_loop) for v in maker.invars)
-        if name == "select_n":
-            return any(self._is_tolerance(body, v, in_loop) for v in maker.invars[1:])
+        if name in ("mul", "max", "min", "square", "integer_pow", "select_n"):
+            values = maker.invars[name == "select_n" :]
+            return any(self._is_tolerance(body, v, in_loop) for v in values)
         if name == "add":
             return all(self._is_tolerance(body, v, in_loop) for v in maker.invars)
         return moves(name) and self._is_tolerance(body, maker.invars[0], in_loop)

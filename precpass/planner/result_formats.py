@@ -146,7 +146,7 @@ class _ResultFormats:
                 body, var = inside
                 continue
             maker = self.graph.eqns[row]
-            if (returned := self._returned(row, var)) is not None:
+            if (returned := self.graph.name_in_call(row, var)) is not None:
                 body, var = returned
             elif (moved := moved_operand(maker)) is not None:
                 var = moved
@@ -155,17 +155,6 @@ class _ResultFormats:
             else:
                 return maker.primitive.name != "sub" and not negates(maker)
         return False
-
-    def _returned(self, row: int, var: ir.Var) -> tuple[int, ir.Var] | None:
-        """The name of a call's result inside of the call; None for one of another equation."""
-        children = self.graph.children.get(row, ())
-        if len(children) != 1 or children[0][0].trips != 1 or children[0][0].carry:
-            return None
-        ((inner, child),) = children
-        at = self.graph.eqns[row].outvars.index(var)
-        if at not in inner.results:
-            return None
-        return child, ir.open_jaxpr(inner.jaxpr).outvars[inner.results.index(at)]
 
     def _is_loop_constant(self, body: int, var: ir.Var) -> bool:
         """Whether a body's operand is the same in every trip of its loop."""

@@ -105,6 +105,7 @@ class Op:
     hands_on_digits: bool = False
     reads_phase: bool = False
     rounds_to_integers: bool = False
+    reads_integers: bool = False
     factorizes: bool = False
     solves: bool = False
     is_arithmetic: bool = False
@@ -392,6 +393,8 @@ _COLUMNS: dict[str, str] = {
     "reads_phase": "sin cos tan rem",
     # Their result is another number if the operand is a little off.
     "rounds_to_integers": "floor ceil round",
+    # Another whole number gives another result: an order, another program's input, a seed.
+    "reads_integers": "sort pure_callback io_callback ffi_call random_seed random_fold_in",
     # They fail, or amplify, if a difference of large matrices is a little off.
     "factorizes": (
         "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg lu qr schur svd tridiagonal"

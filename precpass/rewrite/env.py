@@ -15,7 +15,7 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import (
-    cast_belongs_before,
+    grows,
     handed_on_operand,
     hands_on_layout,
     is_wide,
@@ -160,7 +160,7 @@ class Env:
         name = eqn.primitive.name
         before = self.low_sources.get(moved_operand(eqn)) if name == "transpose" else None
         may_be_noted = (
-            cast_belongs_before(eqn)
+            _cast_belongs_before(eqn)
             or name == "concatenate"
             # `jax.lax.conv_transpose` transposes a kernel that it has reversed
             or (before is not None and before.primitive.name == "rev")
@@ -358,7 +358,7 @@ class Env:
         if ir.widening(eqn) is not None:
             return False
         if eqn.primitive.name != "concatenate":
-            return cast_belongs_before(eqn) or self.has_low(handed_on_operand(eqn), precision)
+            return _cast_belongs_before(eqn) or self.has_low(handed_on_operand(eqn), precision)
         # The parts' makers are asked no further. A chain of concatenations that read one value
         # twice has a number of paths that doubles with each of them.
         low = [v for v in eqn.invars if self._is_low_part(v, precision)]
@@ -370,7 +370,7 @@ class Env:
             return False
         maker = self.low_sources.get(atom)
         return self._is_copied(atom, precision) or (
-            maker is not None and cast_belongs_before(maker)
+            maker is not None and _cast_belongs_before(maker)
         )
 
     def _move_low(self, eqn: ir.Eqn, precision: Precision) -> None:
@@ -399,6 +399,18 @@ class Env:
         if ir.is_array(atom.aval) and atom.aval.weak_type != value.aval.weak_type:
             value = self.build.convert(value, atom.aval.dtype, atom.aval.weak_type)
         return value
+
+
+def _cast_belongs_before(eqn: ir.Eqn) -> bool:
+    """Whether a cast of an equation's result belongs before it, on its operand.
+
+    That is so if the equation repeats its operand, because there are fewer elements to cast, and if
+    it reverses it: cuDNN has a kernel for the derivative of a convolution, and XLA finds the place
+    for it by the reversed array that a convolution reads. If a cast stands between the two, XLA
+    does not find it, and the gradient of a strided convolution becomes a convolution over an array
+    that is filled up with zeros (jax 0.10.2 and 0.12.0.1).
+    """
+    return grows(eqn) or (eqn.primitive.name == "rev" and is_wide(eqn.invars[0]))
 
 
 def _nbytes(atoms: Sequence[Any]) -> float:

@@ -129,19 +129,19 @@ def is_added_to(program: Eligibility, values: StorageClass) -> str | None:
         for row in rows:
             is_later = program.is_backward(body, row)
             adds = op(eqns[row].primitive.name).adds and (counts_later or not is_later)
-            if adds or (not is_later and _adds_scaled(program, body, eqns[row])):
+            if adds or (not is_later and _adds_later(program, body, eqns[row])):
                 return "is a sum to which more is added, so rounding would lose small terms"
     return None
 
 
-def _adds_scaled(program: Eligibility, body: int, reader: ir.Eqn) -> bool:
-    """Whether a reader scales the value that it reads, and adds to that in the forward pass."""
+def _adds_later(program: Eligibility, body: int, reader: ir.Eqn) -> bool:
+    """Whether a reader scales or chooses what it reads, and the forward pass adds to that."""
     todo = [reader]
     while todo:
         eqn = todo.pop()
         if op(eqn.primitive.name).adds:
             return True
-        if op(eqn.primitive.name).scales:
+        if op(eqn.primitive.name).scales or op(eqn.primitive.name).chooses:
             rows = program.graph.readers(body).get(eqn.outvars[0], ())
             forward = (row for row in rows if row >= 0 and not program.is_backward(body, row))
             todo += [program.graph.eqns[row] for row in forward]
@@ -290,7 +290,7 @@ def is_read_exactly(program: Eligibility, values: StorageClass) -> str | None:
 
 
 _READ = Digits.SUBTRACTED | Digits.COMPARED | Digits.NEAR | Digits.RANKED | Digits.MAGNIFIED
-_READ_LATER = Digits.LEAVING | Digits.STATE | Digits.CHOSEN | Digits.FACTOR
+_READ_LATER = Digits.LEAVING | Digits.STATE | Digits.CHOSEN | Digits.FACTOR | Digits.TERM
 """What else counts for a value that only a fusion writes, and for what a loop stacks."""
 _WHY = {
     Digits.SUBTRACTED: "is subtracted, which magnifies its error",
@@ -299,6 +299,7 @@ _WHY = {
     Digits.RANKED: "is ranked",
     Digits.ANY_LEAVING | Digits.CHOSEN: "is returned, or a loop's state or stack",
     Digits.FACTOR: "is a factor of what is subtracted or magnified",
+    Digits.TERM: "is a term of what is subtracted",
 }
 
 
