@@ -34,11 +34,11 @@ class Digits:
     """How a value is read where it would show that it was rounded: bits of an integer."""
 
     LEAVING = 1
-    """It leaves the program: as it is, moved, times a number, or as a term of a cotangent."""
+    """The program returns it, perhaps moved, scaled by a number, or as a term of a cotangent."""
     STATE = 2
-    """It becomes a loop's state, as it is, moved, or times a number."""
+    """A loop carries it to its next iteration, perhaps moved or scaled by a number."""
     STACKED = 4
-    """A loop stacks it, as it is, moved, or times a number."""
+    """A loop stacks it, perhaps moved or scaled by a number."""
     CHOSEN = 8
     """It leaves, or is stacked, behind a choice between it and other values."""
     SUBTRACTED = 16

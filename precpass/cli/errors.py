@@ -57,7 +57,7 @@ def in_words(error: OSError) -> str:
 
     Examples:
         >>> in_words(FileNotFoundError(2, "No such file or directory", "a.json"))
-        'there is no file a.json'
+        'file a.json does not exist'
         >>> in_words(OSError(28, "No space left on device"))
         'no space left on device'
     """
@@ -67,7 +67,7 @@ def in_words(error: OSError) -> str:
 
 
 _WORDS: dict[type[OSError], str] = {
-    FileNotFoundError: "there is no file {}",
+    FileNotFoundError: "file {} does not exist",
     IsADirectoryError: "{} is a folder, and a file is needed",
     NotADirectoryError: "{} leads through a file as if it were a folder",
     PermissionError: "this user has no permission to open {}",

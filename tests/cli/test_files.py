@@ -39,7 +39,7 @@ def model(tmp_path, monkeypatch):
         ("explain --args f33[3]", "no dtype 'f33'"),
         ("explain --args (f32[3]", "was never closed"),
         ("explain --policy AutoMixd", "Did you mean 'AutoMixed'?"),
-        ("explain --plan none.json", "there is no file none.json"),
+        ("explain --plan none.json", "file none.json does not exist"),
         ("explain --target b300", "unknown target 'b300'"),
         ("explain --plan x --policy c=bf16", "leave --policy out"),
         ("explain --output no/x.txt", "--output no/x.txt: there is no folder no"),
@@ -54,7 +54,7 @@ def model(tmp_path, monkeypatch):
         ("bisect --tolerance 1 --budget 0", "--budget 0: "),
         ("check --expect dot_general=f7", "--expect dot_general: unknown precision 'f7'"),
         ("check --expect dot_general", "write PATTERN=PRECISION"),
-        ("check --plan none.json", "there is no file none.json"),
+        ("check --plan none.json", "file none.json does not exist"),
     ],
 )
 def test_a_mistake_is_found_before_the_module_is_imported(line, why, model, capsys, tmp_path):

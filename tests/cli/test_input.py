@@ -23,7 +23,7 @@ def model(tmp_path, monkeypatch):
     [
         ("a_model.py", "names no function: write module:function or file.py:function"),
         (":loss", "names no function"),
-        ("none.py:loss", "there is no file none.py"),
+        ("none.py:loss", "file none.py does not exist"),
         ("no_such_module:loss", "there is no module 'no_such_module'"),
         ("a_model.py:number", "is not a function: it is int"),
         ("a_model.py:grad.none", "has no 'none'"),
@@ -75,7 +75,7 @@ def test_policies_and_files_that_are_none(model, capsys):
     status, _, err = ran(capsys, "compare", *given, "--policies", "")
     assert status == 2 and "''" in err and "Legal are AlwaysF32" in err
     status, _, err = ran(capsys, "explain", *given, "--plan", "none.json")
-    assert (status, err) == (2, "precpass: there is no file none.json\n")
+    assert (status, err) == (2, "precpass: file none.json does not exist\n")
     for option, name in (("policy", "explain"), ("policies", "compare"), ("between", "diff")):
         status, _, err = ran(capsys, name, *given, f"--{option}", "none.json")
         assert status == 2 and f"--{option} none.json: a saved plan is given by --plan" in err
