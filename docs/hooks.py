@@ -29,8 +29,9 @@ def templates() -> dict[DecidedBy, list[Template]]:
 
 
 def cell(text: str) -> str:
-    """A text in a cell of a Markdown table, with an ellipsis for what differs between equations."""
-    return text.replace("{}", "…").replace("|", "\\|")
+    """A text in a cell of a Markdown table, with "…" for parts that differ between equations."""
+    whole = f"…{text}" if text.startswith(";") else text
+    return whole.replace("{}", "…").replace("|", "\\|")
 
 
 def tables() -> str:

@@ -66,7 +66,11 @@ class Choice(NamedTuple):
     def text(self, device: Device) -> str:
         """What was compared, and on which device, in words."""
         each = [f"{name} {cost:.2f} (temp {sized(temp)})" for name, cost, temp in self.costs]
-        return f"compiled for {device}, jax {jax.__version__}: {self.form}, of {', '.join(each)}"
+        costs = ", ".join(each)
+        return (
+            f"compiled for {device}, jax {jax.__version__}: {self.form} was chosen, by estimated "
+            f"time and temporary memory: {costs}"
+        )
 
 
 class Figures(NamedTuple):

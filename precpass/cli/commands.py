@@ -232,6 +232,8 @@ def _check(task: Task) -> Report:
         "notes": [note for problems in found for note in problems.notes],
     }
     text = "\n".join(map(str, filter(None, found))) or "as expected"
+    if options.plan and found[0]:
+        text += "\nif this is meant, save the plan again by precpass lock"
     return Report(lambda: text, data, not any(found))
 
 

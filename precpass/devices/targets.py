@@ -257,7 +257,7 @@ def _topology(target: Target) -> Any:
     if not any(map(_is_installed, _MODULES[target.platform])):
         raise ModuleNotFoundError(
             f"target {target.name!r} needs XLA's {target.platform.upper()} compiler: "
-            f"{_install(target)}"
+            f"{_install(target)}. Then start Python with JAX_PLATFORMS=cpu"
         )
     if target.platform == "gpu":
         _check_release(target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from precpass.policy.precision import FORMATS, Precision
 from precpass.policy.presets import OTHER_NAMES
 from precpass.policy.primitives import COMPUTING, OpKind
 from precpass.policy.rules import Rule
-from precpass.policy.scopes import clean_scope, join_scopes
+from precpass.policy.scopes import clean_scope, innermost_keep, join_scopes
 from precpass.units import are, counted, listed
 
 __all__ = [
@@ -61,17 +61,26 @@ class Names:
             primitive: its name.
             place: the file and line of the equation; "" where JAX recorded none.
         """
-        key = f"{clean_scope(scope)}|{function}|{primitive}"
+        key = _outside_keeps(f"{clean_scope(scope)}|{function}|{primitive}")
         self.counts[key] += 1
         self._places[key] = place
         return key, self.counts[key] - 1
 
     def placed(self, key: str) -> str:
         """A key in words, with the line of the last equation that has it, if there is one."""
-        scope, function, primitive = key.rsplit("|", 2)
-        place = self._places.get(key, "")
-        words = (function and f"in {function}", place and f"at {place}", scope and f"under {scope}")
-        return " ".join((primitive, *filter(None, words)))
+        return _words(key, self._places.get(key, ""))
+
+
+def _words(key: str, place: str = "") -> str:
+    scope, function, primitive = key.rsplit("|", 2)
+    words = (function and f"in {function}", place and f"at {place}", scope and f"under {scope}")
+    return " ".join((primitive, *filter(None, words)))
+
+
+def _outside_keeps(key: str) -> str:
+    """A key without `keep` regions: an equation is the same one in and outside of them."""
+    scope, _, name = key.partition("|")
+    return "/".join(part for part in scope.split("/") if not innermost_keep(part)) + f"|{name}"
 
 
 def written(plan: Plan) -> str:
@@ -134,7 +143,10 @@ def read(text: str, where: str) -> PrecisionPolicy:
             "update precpass, or save the plan anew"
         )
     try:
-        entries = tuple((key, tuple(_lengthened(t))) for key, t in whole["equations"].items())
+        texts = whole["equations"]
+        # Older files name regions of `keep`.
+        old = {key: key if (new := _outside_keeps(key)) in texts else new for key in texts}
+        entries = tuple((old[key], tuple(_lengthened(t))) for key, t in texts.items())
         policy = policy_from(whole["policy"])
         left_out = tuple(map(str, whole["policy"]["rules_left_out"]))
         costs = str(whole.get("costs", ""))
@@ -276,27 +288,27 @@ def differences(saved_plan: SavedPrecisions, names: Names, name: str, policy: st
         n = gone.total()
         yield (
             f"{counted(n, 'equation')} of the saved plan of {saved_plan.name} {are(n)} no longer "
-            f"there ({_some(gone, names)})"
+            f"there ({_some(gone, _words)})"
         )
     if new:
         n = new.total()
         yield (
             f"{counted(n, 'equation')} {are(n)} not in the saved plan of {saved_plan.name} and "
-            f"{'follows' if n == 1 else 'follow'} {policy} ({_some(new, names)})"
+            f"{'follows' if n == 1 else 'follow'} {policy} ({_some(new, names.placed)})"
         )
     shifted = Counter({key: n for key, n in found.items() if 0 != saved[key] != n})
     if shifted:
         yield (
-            f"the saved plan of {saved_plan.name} has another number of some equations "
-            f"({_some(shifted, names)}), and tells them apart by their order alone: check their "
-            "precisions, or save the plan anew"
+            f"the program has more or fewer of some equations than the saved plan of "
+            f"{saved_plan.name} ({_some(shifted, names.placed)}). They are matched by their order: "
+            "check their precisions, or save the plan anew"
         )
 
 
 _SOME = 3
 
 
-def _some(keys: Iterable[str], names: Names) -> str:
+def _some(keys: Iterable[str], words: Callable[[str], str]) -> str:
     """The first keys; those of matrix products come first, because a plan is saved for them."""
     order = sorted(keys, key=lambda key: key.rpartition("|")[2] not in COMPUTING)
-    return listed([names.placed(key) for key in order], _SOME)
+    return listed(list(map(words, order)), _SOME)

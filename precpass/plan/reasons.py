@@ -87,7 +87,7 @@ class Reason:
 
     def plus(self, template: Template, *args: Any) -> Reason:
         """The reason with something more to be known."""
-        return dataclasses.replace(self, more=self.more + template.text.format("", *args))
+        return dataclasses.replace(self, more=self.more + template.text.format(*args))
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -300,29 +300,30 @@ UNDONE = Template(
 )
 
 # ---------------------------------------------------------------- what else is to be known
+# Each follows another reason (`Reason.plus`).
 
 STORED = Template(
     _COST,
-    "{}; stored in {}: {}",
+    "; stored in {}: {}",
     "compute it in float32 by keep('f32') or a Rule",
 )
 UNCHECKED = Template(
     _COST,
-    "{}; a constant whose values cannot be read here is unchecked",
+    "; a constant whose values cannot be read here is unchecked",
     "pass the constant as an argument, or keep its reader by keep('f32') or a Rule",
 )
 LOW_BACKWARD = Template(
     _COST,
-    "{}; what its derivative saves and makes is in {}",
+    "; what its derivative saves and makes is in {}",
     "leave it as it was written by keep('f32')",
 )
 RUNS_AS = Template(
     _COST,
-    "{}; {} is not on a {}, and {} runs instead",
+    "; {} is not on a {}, and {} runs instead",
 )
 NOT_SCALED = Template(
     _COST,
-    "{}; in bf16 and not in {}: {}",
+    "; in bf16 and not in {}: {}",
     "to run it in 8 bits, add a Rule that names it",
     "compute it in float32 by keep('f32') or a Rule",
 )

@@ -89,7 +89,9 @@ class Verdict:
         before, after = sized(self.kept_before), sized(self.kept_after)
         sizes = f"{after}, as in the program as written"
         if before != after:
-            sizes = f"{after} instead of {before}"
+            is_less = self.kept_after < self.kept_before
+            more = f"{after}, which is more than the {before} of the program as written"
+            sizes = f"{after} instead of {before}" if is_less else more
         return f"Saved for the backward pass: {sizes}."
 
     def why_kept(self) -> Iterator[str]:
@@ -195,7 +197,10 @@ class Explanation:
             all_low = "every matrix product runs in low precision"
             why = "the others should keep their precision" if self.wide else all_low
             why = f": {why}" if self.verdict.after.products else ""
-            yield [(f"There is nothing to change{why}.", "")]
+            audit = (
+                " `audit` shows what the compiler makes of it." if self.verdict.after.low else ""
+            )
+            yield [(f"There is nothing to change{why}.{audit}", "")]
         for number, (text, sites) in enumerate(remedies[:most], 1):
             yield [(f"{number}. ", ""), (text, "wide")]
             if where := [_placed(site) for site in sites if site.source.file]:
@@ -410,7 +415,7 @@ def _unread_casts(graph: Graph) -> int:
 
 def _costs(plan: Plan) -> Iterator[str]:
     if plan.costs:
-        yield f"what the forms of the program cost: {plan.costs}"
+        yield f"what the forms of the program cost, relative to the first: {plan.costs}"
 
 
 def _assumptions(found: list[Row]) -> Iterator[str]:

@@ -282,7 +282,10 @@ def test_precisions_that_may_have_shifted_are_reported(tmp_path):
         pp.inspect(second, pp.Plan.load(tmp_path / "plan.json"))(X, W)
     new, shifted = (str(warning.message) for warning in said)
     assert new.startswith("1 equation is not in the saved plan of model and follows AutoMixedBf16")
-    assert "another number of some equations (dot_general in model at b.py:2), and" in shifted
+    assert (
+        "of some equations than the saved plan of model (dot_general in model at b.py:2)."
+        in shifted
+    )
 
 
 def test_a_plan_of_another_program_is_an_error(tmp_path):
@@ -446,3 +449,19 @@ def test_keys_that_a_message_leaves_out_are_counted(tmp_path):
         pp.inspect(layers("a"), policy)(jnp.ones((4, 4)))
     (text,) = [str(w.message) for w in said if "no longer there" in str(w.message)]
     assert text.startswith("7 equations of the saved plan of model are") and " and 4 more)" in text
+
+
+def test_a_layer_that_moves_into_a_keep_region_is_the_same_layer(tmp_path):
+    first = edited(tmp_path, "a", "def model(x, w):\n    return (x @ w) @ w\n")
+    second = edited(
+        tmp_path,
+        "b",
+        "import precpass as pp\ndef model(x, w):\n    y = x @ w\n    with pp.keep('f32'):\n"
+        "        return y @ w\n",
+    )
+    pp.inspect(first)(X, W).plan.save(tmp_path / "plan.json")
+    with pytest.raises(AssertionError) as raised:
+        pp.testing.assert_plan(second, (X, W), tmp_path / "plan.json")
+    said = str(raised.value)
+    assert "1 equation is not in the precision" in said and "no longer there" not in said
+    assert "b.py:5" in said and "in f32, not bf16 as it was saved" in said

@@ -52,7 +52,7 @@ def test_a_table_has_the_columns_in_the_order_of_their_names(monkeypatch):
 
 def test_the_default_is_all_but_some():
     assert compared(product, BOTH, X, X, columns=None, rounds=0).columns == DEFAULT
-    assert set(COLUMNS) - set(DEFAULT) == {"flops", "arguments", "outputs", "roofline"}
+    assert set(COLUMNS) - set(DEFAULT) == {"flops", "arguments", "outputs"}
 
 
 def test_an_unknown_column_is_told_the_legal_ones():

@@ -18,6 +18,8 @@ def row(name: str, ratio: float | None = 1.0, low: int = 0, **others: Any) -> An
         name=name,
         leaves=[(path, SimpleNamespace(relative=error)) for path, error in own.items()],
         ratio=ratio,
+        roofline=facts.get("roofline"),
+        traffic=facts.get("traffic"),
         refused=facts["refused"],
         counts=SimpleNamespace(low=low, low_flops=float(low > 0)),
         memory=SimpleNamespace(temp=facts["temp"]),
@@ -35,6 +37,9 @@ NOISY = row("AlwaysF32", leaves={"['w']": 1e-6, "['zero']": 1e3})
 WRONG = row("c=bf16", 0.3, 3, error=3.9)
 COUNTS = row("c=bf16", 0.4, 3, error=0.01, differing=76)
 OVERLAPS = row("c=bf16", 0.6, 3, error=0.01, quartiles=(0.2, 1.5))
+ESTIMATED = row("AlwaysF32", None, roofline=1e-3)
+CYCLES = SimpleNamespace(cycles=500, without_cycles=0)
+IN_CYCLES = row("AlwaysF32", None, roofline=1e-3, traffic=CYCLES)
 NAN = row("AlwaysF16", 0.1, 3, nonfinite=4, error=float("inf"))
 
 
@@ -51,7 +56,7 @@ NAN = row("AlwaysF16", 0.1, 3, nonfinite=4, error=float("inf"))
             [NOISY, HIDES],
             False,
             "Use AutoMixedBf16: it takes 0.40 of the time of AlwaysF32, with a relative error of "
-            "1e-02, and of 5e-01 in ['w'].",
+            "1e-02, and of 5e-01 in ['w'], for which `bisect` names the lines.",
         ),
         ([WIDE, SLOW, FAST], True, "Use AutoMixedBf16: it takes 0.40"),
         (
@@ -66,6 +71,25 @@ NAN = row("AlwaysF16", 0.1, 3, nonfinite=4, error=float("inf"))
             False,
             "Nothing was timed. AutoMixedBf16 runs 100% of",
         ),
+        (
+            [ESTIMATED, row("AutoMixedBf16", None, 3, roofline=6e-4, temp=50, error=0.01)],
+            False,
+            "Use AutoMixedBf16: by the device's published peaks it takes 0.60 of the time of "
+            "AlwaysF32 and 0.50 of its temporary memory, with a relative error of 1e-02. Nothing "
+            "was timed.",
+        ),
+        (
+            [IN_CYCLES, row("AutoMixedBf16", None, 3, roofline=6e-4, traffic=CYCLES)],
+            False,
+            "No gain is expected: by the compiler's estimate, AutoMixedBf16 takes 1.00 of the time",
+        ),
+        (
+            [ESTIMATED, row("AutoMixedBf16", None, 3, roofline=1e-3, temp=50)],
+            False,
+            "No gain is expected: by the device's published peaks, AutoMixedBf16 takes 1.00 of the "
+            "time of AlwaysF32. AutoMixedBf16 runs 100% of its FLOPs in low precision and takes "
+            "0.50 of AlwaysF32's temporary memory",
+        ),
         ([WIDE, NAN], False, "AlwaysF16 has values that are not finite."),
         ([WIDE, FAST, NAN], False, "Use AutoMixedBf16: it takes 0.40"),
         (
@@ -74,7 +98,11 @@ NAN = row("AlwaysF16", 0.1, 3, nonfinite=4, error=float("inf"))
             "c=bf16 has no correct digit, with a relative error of 4e+00: `bisect` names the lines",
         ),
         ([WIDE, COUNTS], False, "Use c=bf16: it takes 0.40"),
-        ([WIDE, OVERLAPS], False, "Use c=bf16: it takes 0.60"),
+        (
+            [WIDE, OVERLAPS],
+            False,
+            "It is not certain that c=bf16 is faster: it takes 0.60 of the time of AlwaysF32, but",
+        ),
         ([WIDE, WRONG, FAST], False, "Use AutoMixedBf16: it takes 0.40"),
         ([row("AlwaysF32", error=1.0), WRONG], False, "Use c=bf16: it takes 0.30"),
         ([WIDE, row("a", 0.2, 3, refused="too large")], False, ""),
@@ -98,3 +126,20 @@ def test_it_stands_at_the_end_of_a_comparison():
     assert found.conclusion.startswith("Nothing was timed. AutoMixedBf16 runs 94% of its FLOPs")
     assert str(found).splitlines()[-1] == found.conclusion
     assert found.conclusion in found._repr_html_()
+
+
+@pytest.mark.parametrize("columns", ["time", "products,time,ratio", "ratio,error"])
+def test_it_needs_no_column_of_errors(columns: str):
+    with quiet():
+        found = pp.compare(
+            lambda x: jnp.tanh(x @ x), ["f32", "bf16"], columns=columns.split(","), rounds=3
+        )(jnp.eye(64) / 3)
+    assert found.conclusion and str(found).splitlines()[-1] in found.conclusion
+
+
+def test_the_legend_is_of_the_columns_that_are_shown():
+    with quiet():
+        found = pp.compare(jnp.sin, ["f32", "bf16"], columns=["time", "error"], rounds=2)(1.0)
+    text = str(found)
+    assert "ms: median of 2" in text and "rel. error: |d|" in text
+    assert not any(word in text for word in ("ratio: ", "max ULP: ", "non-finite: ", "casts added"))

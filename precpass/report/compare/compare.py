@@ -83,8 +83,8 @@ def compare(
             - "time", "ratio": the run time, and that relative to the first row;
             - "error", "ulp", "sqnr", "cosine", "nonfinite", "integers": errors of the results.
 
-            By default all but "flops", "arguments", "outputs" and "roofline" are shown, and those
-            of kernels not on a CPU.
+            By default all but "flops", "arguments" and "outputs" are shown, and those of kernels
+            not on a CPU.
         reference: what the results are compared with. "f64": the program as traced, its equations
             evaluated in float64, casts to lower formats left out, with x64 on or off; this also
             shows the error of float32. Complex arithmetic, references, opaque primitives and casts

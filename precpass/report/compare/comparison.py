@@ -10,14 +10,11 @@ from precpass.report.compare.conclusion import conclusion
 from precpass.report.compare.plot import Point, draw
 from precpass.report.compare.rows import Row, cells_of, error_figures, notes_of
 from precpass.report.compare.tables import aligned, for_json, framed, printed
-from precpass.units import counted
-from precpass.view.page import as_html, bar, facts, figures, page, title
-from precpass.view.text import Line
+from precpass.view.page import as_html, facts, figures, page, title
 
 __all__ = ["REFERENCES", "Comparison", "Row"]
 
-_BEST, _OTHER = "no other is faster and nearer", "another is faster and nearer"
-_BAD, _FINITE, _WITHOUT = "not finite", "finite", "without an error"
+_BEST, _BAD = "no other is faster and nearer", "not finite"
 
 REFERENCES = {"f64": "float64", "f32": "float32"}
 """The legal precisions of the reference, with their names in tables."""
@@ -57,8 +54,10 @@ class Comparison:
 
     @property
     def conclusion(self) -> str:
-        """Which program to use, and why, in a sentence; "" without errors."""
-        return conclusion(self.rows, self.without_bfloat16) if self.reference else ""
+        """Which program to use, and why, in a sentence; "" without times, estimates and errors."""
+        if not (self.reference or self.rounds or any(row.roofline for row in self.rows)):
+            return ""
+        return conclusion(self.rows, self.without_bfloat16)
 
     def pareto(self, by: str = "time") -> tuple[Row, ...]:
         """Return the rows that no other row beats in both cost and error, the cheapest first.
@@ -134,53 +133,26 @@ class Comparison:
     def __str__(self) -> str:
         closing = ["", self.conclusion] if self.conclusion else []
         table = aligned(cells_of(self.columns, self.rows))
-        return printed([self._title, "", *table, "", *self._notes, *closing])
+        notes = notes_of(self.columns, self.rows, self.rounds)
+        return printed([self._title, "", *table, "", *notes, *closing])
 
     def _repr_html_(self) -> str:
-        (head, *rows), best = cells_of(self.columns, self.rows), self._best()
+        head, *rows = cells_of(self.columns, self.rows)
+        best = self.pareto() if any(row.timing for row in self.rows) else ()
         groups = {
             _BEST: [row in best for row in self.rows],
             _BAD: [bool(row.errors and row.errors.nonfinite) for row in self.rows],
         }
         shown = figures(head, rows, bad=groups[_BAD], groups=groups)
-        notes = as_html([[(note, "reason")] for note in (*self._notes, self.conclusion)])
-        above = title(self._title) + self._bar(groups) + facts(self._facts())
-        return page(above + shown + notes)
-
-    def _bar(self, groups: dict[str, list[bool]]) -> str:
-        """How many of the programs are worth a look."""
-        is_timed = any(groups[_BEST])
-
-        def state(row: Row, bad: bool, best: bool) -> str:
-            if bad:
-                return _BAD
-            if row.error is None:
-                return _WITHOUT
-            return _BEST if best else _OTHER if is_timed else _FINITE
-
-        states = list(map(state, self.rows, groups[_BAD], groups[_BEST]))
-        styles = {_BAD: "bad", _OTHER: "wide", _BEST: "low", _FINITE: "low", _WITHOUT: "none"}
-        parts = [(what, float(states.count(what)), style) for what, style in styles.items()]
-        return bar(parts, f"of {counted(len(self.rows), 'program')}")
-
-    def _best(self) -> tuple[Row, ...]:
-        return self.pareto() if any(row.timing for row in self.rows) else ()
-
-    def _facts(self) -> list[Line]:
-        """The rows that no other beats in both time and error."""
-        return [
-            [(f"{row.name}: ", "where"), (f"ratio {row.ratio:.2f}, error {row.error:.1e}", "")]
-            for row in self._best()
-        ]
+        notes = notes_of(self.columns, self.rows, self.rounds)
+        below = as_html([[(note, "reason")] for note in notes])
+        above = title(self._title) + facts([[(self.conclusion, "")]] if self.conclusion else [])
+        return page(above + shown + below)
 
     @property
     def _title(self) -> str:
         against = f" against {REFERENCES[self.reference]}" if self.reference else ""
         return f"{self.function}{against}, {self.device}"
-
-    @property
-    def _notes(self) -> list[str]:
-        return notes_of(self.columns, self.rows, self.rounds)
 
     # ------------------------------------------------------------ as a picture
 

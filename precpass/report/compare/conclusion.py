@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = ["conclusion"]
 
 _FASTER = 0.95
-"""A ratio from here on is no gain, because times of one program differ by as much."""
+"""A ratio from here on is not a gain: times of one program differ by as much."""
 _SMALLER = 0.9
 _MUCH, _OWN = 3, 1e-2
 """An error is much larger from this ratio on, and the first program's own error is small."""
-_WRONG = 0.5
-"""A relative error from here on leaves no correct digit."""
+_LARGE, _WRONG = 0.1, 0.5
+"""Relative errors from which on a result has one correct digit, and none."""
 
 
 def conclusion(rows: Sequence[Any], without_bfloat16: bool) -> str:
@@ -24,20 +24,30 @@ def conclusion(rows: Sequence[Any], without_bfloat16: bool) -> str:
         without_bfloat16: whether they ran on a processor without bfloat16 instructions.
     """
     first, *others = rows
-    broken = [row for row in others if row.errors.nonfinite]
-    wrong = [row for row in others if row not in broken and _is_wrong(first, row)]
-    usable = [row for row in others if not (row.refused or row in broken or row in wrong)]
-    said = _said_of(first, broken, wrong) + _of_integers([r for r in others if r not in broken])
-    if not usable:
-        return said.strip()
+    broken = [row for row in others if row.errors and row.errors.nonfinite]
+    finite = [row for row in others if row not in broken]
+    is_right = (first.error or 0.0) < _OWN
+    wrong = [row for row in finite if is_right and (row.error or 0.0) >= _WRONG]
+    said = _said_of(first, broken, wrong) + _of_integers(finite)
+    usable = [row for row in finite if row not in wrong and not row.refused]
+    return ((_of_usable(first, usable, without_bfloat16) if usable else "") + said).strip()
+
+
+def _of_usable(first: Any, usable: Sequence[Any], without_bfloat16: bool) -> str:
+    """Which of the programs with usable results to take."""
     timed = [row for row in usable if row.ratio is not None]
     if not timed:
-        return _untimed(first, usable) + said
-    best = min(timed, key=lambda row: row.ratio or 0.0)
-    if best.ratio is not None and best.ratio < _FASTER:
-        gains = f"takes {best.ratio:.2f} of the time of {first.name}{_memory(first, best)}"
-        return f"Use {best.name}: it {gains}{_error(first, best)}.{_overlap(first, best)}" + said
-    return _not_faster(first, best, timed, without_bfloat16) + said
+        return _untimed(first, usable)
+    best = min(timed, key=lambda row: row.ratio)
+    if best.ratio >= _FASTER:
+        return _not_faster(first, best, timed, without_bfloat16)
+    takes = f"takes {best.ratio:.2f} of the time of {first.name}"
+    if best.timing.quartiles[1] >= first.timing.quartiles[0]:
+        return (
+            f"It is not certain that {best.name} is faster: it {takes}, but their times overlap. "
+            f"Give more rounds on an idle machine.{_holds(first, best)}{_AUDIT}"
+        )
+    return f"Use {best.name}: it {takes}{_memory(first, best)}{_error(first, best)}."
 
 
 def _not_faster(first: Any, best: Any, timed: Sequence[Any], without_bfloat16: bool) -> str:
@@ -48,8 +58,11 @@ def _not_faster(first: Any, best: Any, timed: Sequence[Any], without_bfloat16: b
             f"{low[0].name} is not faster here, because this CPU has no bfloat16 instructions: "
             '`compare(..., target="h100")` shows what a GPU makes of it.' + _holds(first, low[0])
         )
-    audit = " `audit` shows what XLA runs in another precision than planned." if low else ""
-    return f"Use {first.name}: no other program is faster here.{_holds(first, best)}{audit}"
+    held = _holds(first, best) + (_AUDIT if low else "")
+    return f"Use {first.name}: no other program is faster here.{held}"
+
+
+_AUDIT = " `audit` shows what XLA runs in another precision than planned."
 
 
 def _said_of(first: Any, broken: Sequence[Any], wrong: Sequence[Any]) -> str:
@@ -67,27 +80,37 @@ def _said_of(first: Any, broken: Sequence[Any], wrong: Sequence[Any]) -> str:
 
 def _of_integers(rows: Sequence[Any]) -> str:
     """How many integers of results differ from the reference."""
-    most = max(rows, key=lambda row: row.errors.differing or 0, default=None)
-    if most is None or not most.errors.differing:
-        return ""
-    return f" {most.errors.differing} integers in the results of {most.name} are other ones."
-
-
-def _overlap(first: Any, best: Any) -> str:
-    """What to do if the times of two programs cannot be told apart."""
-    if best.timing.quartiles[1] < first.timing.quartiles[0]:
-        return ""
-    return " But their times overlap: give more rounds on an idle machine."
-
-
-def _is_wrong(first: Any, row: Any) -> bool:
-    return (first.error or 0.0) < _OWN and (row.error or 0.0) >= _WRONG
+    counted = [(row.errors.differing, row.name) for row in rows if row.errors]
+    differing, name = max(counted, default=(0, ""))
+    return f" {differing} integers in the results of {name} are other ones." if differing else ""
 
 
 def _untimed(first: Any, usable: Sequence[Any]) -> str:
-    """What holds without times: how much runs in low precision, memory, and the error."""
+    """What holds without times: an estimate, memory, and the error."""
+    for by, cost in _ESTIMATES.items():
+        own, costs = cost(first), [(cost(row), row) for row in usable]
+        if not own or not all(c for c, _ in costs):
+            continue
+        least, best = min(costs, key=lambda pair: pair[0])
+        takes = f"{least / own:.2f} of the time of {first.name}"
+        if least < _FASTER * own:
+            gains = f"takes {takes}{_memory(first, best)}{_error(first, best)}"
+            return f"Use {best.name}: by {by} it {gains}. Nothing was timed."
+        return f"No gain is expected: by {by}, {best.name} takes {takes}.{_holds(first, best)}"
     best = max(usable, key=lambda row: row.counts.low_flops)
     return f"Nothing was timed.{_holds(first, best)}"
+
+
+def _cycles(row: Any) -> float:
+    traffic = row.traffic
+    return 0 if traffic is None or traffic.without_cycles else traffic.cycles or 0
+
+
+_ESTIMATES: dict[str, Callable[[Any], float]] = {
+    "the compiler's estimate": _cycles,
+    "the device's published peaks": lambda row: row.roofline or 0,
+}
+"""The costs of a program that was not timed, the more reliable first; 0 where there is none."""
 
 
 def _holds(first: Any, row: Any) -> str:
@@ -95,7 +118,8 @@ def _holds(first: Any, row: Any) -> str:
     if row.counts.low <= first.counts.low:
         return ""
     share = f"{row.name} runs {row.counts.low_flops:.0%} of its FLOPs in low precision"
-    return f" {share}{_memory(first, row)}{_error(first, row)}."
+    memory = _memory(first, row).replace(" and ", " and takes ").replace("its", f"{first.name}'s")
+    return f" {share}{memory}{_error(first, row)}."
 
 
 def _memory(first: Any, row: Any) -> str:
@@ -117,8 +141,9 @@ def _error(first: Any, row: Any) -> str:
         return ""
     text = f", with a relative error of {error:.0e}"
     own = {path: errors.relative or 0.0 for path, errors in first.leaves}
-    worst, path = max(
-        ((x.relative, path) for path, x in row.leaves if x.relative and own.get(path, 0.0) < _OWN),
-        default=(0.0, ""),
-    )
-    return f"{text}, and of {worst:.0e} in {path}" if worst > _MUCH * error else text
+    each = [(x.relative, path) for path, x in row.leaves if x.relative]
+    worst, path = max((x for x in each if own.get(x[1], 0.0) < _WRONG), default=(0.0, ""))
+    if worst <= _MUCH * max(error, own.get(path, 0.0)):
+        return text
+    find = ", for which `bisect` names the lines" if worst >= _LARGE else ""
+    return f"{text}, and of {worst:.0e} in {path}{find}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -198,24 +198,23 @@ COLUMNS = {
 TRAFFIC = frozenset(("kernels", "moved", "cast_kernels", "cycles", "without_cycles", "roofline"))
 TIMES = frozenset(("time", "ratio"))
 ERRORS = frozenset(("error", "ulp", "sqnr", "cosine", "nonfinite", "integers"))
-DEFAULT = tuple(
-    name for name in COLUMNS if name not in ("flops", "arguments", "outputs", "roofline")
-)
+DEFAULT = tuple(name for name in COLUMNS if name not in ("flops", "arguments", "outputs"))
 COSTS = tuple(name for name in COLUMNS if name not in {*ERRORS, "products", "casts", "low_bytes"})
 """The columns of costs, of which those that need no times can be had for shapes."""
 _ALWAYS = frozenset(("products", "error"))
 """The default columns that stay if no row has anything to show in them."""
 
-_PRODUCTS = (
-    "products low: how many matrix products read operands of 16 or 8 bits; casts added: to the "
-    "function as written. A loop's body counts once in both."
-)
+_OF_THE_TRACE = {
+    "products": "products low: how many matrix products read operands of 16 or 8 bits.",
+    "casts": "casts added: to the function as written.",
+}
+_ONCE = "A loop's body counts once."
 _TRIPS = f"FLOPs count every iteration of a loop ({NOMINAL_SIZE} if the number is not known)."
 _ALLOCATED = "temp: what XLA allocates beside arguments and results."
-_TIMES = (
-    "ms: median of {} interleaved rounds (lower-upper quartile); ratio: to the first row, "
-    "median over rounds."
-)
+_OF_TIMES = {
+    "time": "ms: median of {} interleaved rounds (lower-upper quartile).",
+    "ratio": "ratio: to the first row in the same round, median over {} rounds.",
+}
 _OF_KERNELS = {
     "kernels": "kernels low: the runs of matrix and convolution kernels whose factors have 16 bits "
     "or less, of all.",
@@ -237,11 +236,11 @@ _OF_EACH_DEVICE = (
     "each program is divided over {} devices: memory, kernels, their bytes and cycles are those of "
     "one device. FLOPs and 16-bit MB are those of the whole program."
 )
-_OF_ERRORS = (
-    "rel. error: |d| / |r| over all floating results where the reference is finite; ULP: of the "
-    "output's own format, left out where no digit of an element is right; non-finite: of values "
-    "that are finite in the reference."
-)
+_OF_ERRORS = {
+    "error": "rel. error: |d| / |r| over all floating results where the reference is finite.",
+    "ulp": "max ULP: of the output's own format, left out where no digit of an element is right.",
+    "nonfinite": "non-finite: of values that are finite in the reference.",
+}
 
 
 def columns_of(columns: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -262,33 +261,43 @@ def columns_of(columns: str | Iterable[str] | None) -> tuple[str, ...]:
 def cells_of(columns: Collection[str], rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """A table's cells, headings first. Of the default columns, empty ones are left out."""
     shown = [("program", *(row.name for row in rows))]
-    for name in columns:
+    for name in _shown(columns, rows):
         heading, cell = COLUMNS[name]
-        texts = list(map(cell, rows))
-        if columns != DEFAULT or name in _ALWAYS or any(texts):
-            shown.append((heading, *(text or "-" for text in texts)))
+        shown.append((heading, *(cell(row) or "-" for row in rows)))
     return list(zip(*shown, strict=True))
+
+
+def _shown(columns: Collection[str], rows: Sequence[Row]) -> list[str]:
+    """The columns of a table: of the default ones those that are not empty."""
+
+    def is_full(name: str) -> bool:
+        return name in _ALWAYS or any(COLUMNS[name].cell(row) for row in rows)
+
+    return [name for name in columns if columns != DEFAULT or is_full(name)]
 
 
 def notes_of(columns: Collection[str], rows: Sequence[Row], rounds: int) -> list[str]:
     """What the columns of a table mean."""
-    shown = set(columns)
+    shown = set(_shown(columns, rows))
+
+    def of(meanings: Mapping[str, str]) -> list[str]:
+        return [meaning for name, meaning in meanings.items() if name in shown]
+
     traffic = [row.traffic for row in rows if row.traffic is not None and shown & TRAFFIC]
     devices = max((row.memory.devices for row in rows if row.memory is not None), default=1)
     sizes = [_TRIPS] if shown & {"flops", "formats"} else []
     if "low_bytes" in shown:
         sizes = [f"16-bit MB: results in bfloat16 or float16. It and {_TRIPS}"]
     sizes += [_ALLOCATED] if "temp" in shown else []
-    kernels = [*(note for name, note in _OF_KERNELS.items() if name in shown), _COMPILED]
     notes = (
-        (shown & {"products", "casts"}, _PRODUCTS),
+        (of(_OF_THE_TRACE), " ".join([*of(_OF_THE_TRACE), _ONCE])),
         (sizes, " ".join(sizes)),
-        (rounds, _TIMES.format(rounds)),
-        (traffic, " ".join(kernels)),
+        (rounds, " ".join(of(_OF_TIMES)).format(rounds, rounds)),
+        (traffic, " ".join([*of(_OF_KERNELS), _COMPILED])),
         (any(of_row.without_cycles for of_row in traffic), _WITHOUT_CYCLES),
         (any(of_row.guesses for of_row in traffic), _ONE_TRIP),
         (devices > 1, _OF_EACH_DEVICE.format(devices)),
         *((row.refused, f"{row.name} is not compiled: {row.refused}") for row in rows),
-        (shown & ERRORS, _OF_ERRORS),
+        (of(_OF_ERRORS), " ".join(of(_OF_ERRORS))),
     )
     return [note for is_said, note in notes if is_said]
