@@ -28,7 +28,7 @@ class Cycles:
         self._ends = ends
         self._of: dict[int, frozenset[ir.Var]] = {}
 
-    def of(self, body: int) -> frozenset[ir.Var]:
+    def on_cycles(self, body: int) -> frozenset[ir.Var]:
         """The values of one body for which this holds, with its own loop or one around it."""
         if body not in self._of:
             self._of[body] = frozenset(self._found(body))
@@ -49,7 +49,7 @@ class Cycles:
                 before.add(opened.invars[into], 1 << len(returns))
                 behind.add(opened.outvars[out], 1 << len(returns))
                 returns.append(1 << len(returns))
-            outside, caller = self.of(int(graph.body[row])), graph.eqns[row]
+            outside, caller = self.on_cycles(int(graph.body[row])), graph.eqns[row]
             if not outside:
                 continue
             for v, at in zip(opened.invars, inner.operands, strict=True):

@@ -104,7 +104,7 @@ class DigitsRead(BackwardWalk[_Asked]):
             for v, asked in asks.of.items():
                 self._of[at, v] = self.joined(self._of.get((at, v), _NOTHING), asked)
 
-    def of(self, body: int, var: ir.Var) -> int:
+    def digits_of(self, body: int, var: ir.Var) -> int:
         """How a value is read, at any of its body's call sites, as bits of `Digits`."""
         asked = self._of.get((body, var), _NOTHING)
         is_far = asked.level & Digits.NEAR and asked.number >= _FAR
@@ -199,7 +199,7 @@ class DigitsRead(BackwardWalk[_Asked]):
     def _compared(self, body: int, eqn: ir.Eqn) -> _Asked:
         """What a comparison asks of the values that it compares."""
         left, right = eqn.invars
-        numbers = [self._numbers.of(body, v) for v in eqn.invars]
+        numbers = [self._numbers.number_of(body, v) for v in eqn.invars]
         known = [n for n in numbers if n is not None]
         tests_equality = op(eqn.primitive.name).tests_equality
         # A comparison with zero only reads the sign, which survives rounding.
@@ -226,7 +226,7 @@ class DigitsRead(BackwardWalk[_Asked]):
             if maker is not None and maker.primitive.name in ("max", "min"):
                 others = [v for v in maker.invars if v is not value]
                 if len(others) == 1:
-                    return self._numbers.of(body, others[0])
+                    return self._numbers.number_of(body, others[0])
         return None
 
     # ------------------------------------------------------------ what is handed back
@@ -261,7 +261,7 @@ class DigitsRead(BackwardWalk[_Asked]):
         The comparison `p / 1000 > 0.5` is one of `p` with 500.
         """
         operands = eqn.invars[1:] if eqn.primitive.name == "select_n" else eqn.invars
-        others = [self._numbers.of(body, other) for other in operands if other is not v]
+        others = [self._numbers.number_of(body, other) for other in operands if other is not v]
         known = [abs(n) for n in others if n is not None]
         if len(known) < len(others) or len(eqn.outvars) > 1:
             return 0.0

@@ -67,7 +67,7 @@ class Idioms:
     def keeps_digits(self, body: int, eqn: ir.Eqn) -> bool:
         """Whether a difference needs no digits of its first operand that 16 bits do not hold."""
         value, subtracted = eqn.invars
-        if self._numbers.of(body, subtracted) == 0:
+        if self._numbers.number_of(body, subtracted) == 0:
             return True
         is_shift = self.is_maximum(body, subtracted, of=value)
         return is_shift or self._is_of_normalisation(body, eqn)
@@ -115,7 +115,7 @@ class Idioms:
             if maker is None or not (chosen or moved_operand(maker)):
                 break
             operands = maker.invars[1:] if maker.primitive.name == "select_n" else maker.invars
-            unknown = [v for v in operands if self._numbers.of(body, v) is None]
+            unknown = [v for v in operands if self._numbers.number_of(body, v) is None]
             if len(unknown) == 1 and hands_on(maker, unknown[0]):
                 (value,) = unknown
         return found
@@ -165,7 +165,7 @@ class Idioms:
                 is_mean = is_whole and math.isclose(scale * math.prod(sizes), 1.0, rel_tol=1e-5)
                 return is_mean and self._unmoved(body, maker.invars[0]) is origin
             if name in ("div", "mul"):
-                known = [self._numbers.of(body, v) for v in maker.invars]
+                known = [self._numbers.number_of(body, v) for v in maker.invars]
                 at = 1 if known[0] is None else 0
                 number = known[at]
                 if not number or known[1 - at] is not None or (name == "div" and at == 0):
@@ -231,13 +231,13 @@ class Idioms:
         name = eqn.primitive.name
         if stage == "square":
             return "sum" if name == "reduce_sum" else ""
-        exponent = self._numbers.of(body, eqn.invars[1]) if name == "pow" else None
+        exponent = self._numbers.number_of(body, eqn.invars[1]) if name == "pow" else None
         if name == "rsqrt" or exponent == -0.5:
             return "divided" if stage == "sum" else ""
         if name == "sqrt" or exponent == 0.5:
             return "root" if stage == "sum" else ""
         if name == "div" and eqn.invars[1] is value:
-            is_number = self._numbers.of(body, eqn.invars[0]) is not None
+            is_number = self._numbers.number_of(body, eqn.invars[0]) is not None
             return "divided" if stage == "root" and not is_number else ""
         others = [v for v in eqn.invars if v is not value]
         is_scaled = name in ("add", "mul", "div") and not any(v.aval.shape for v in others)
@@ -254,7 +254,7 @@ class Idioms:
             return False
         rows = self._graph.readers(body).get(eqn.outvars[0], ())
         multiplies = all(row != BORDER and self._graph.primitives[row] == "mul" for row in rows)
-        return multiplies and self._numbers.of(body, one) == 1
+        return multiplies and self._numbers.number_of(body, one) == 1
 
     # ------------------------------------------------------------ choices
 
@@ -291,7 +291,7 @@ class Idioms:
         name = eqn.primitive.name
         is_float = ir.precision_of(eqn.outvars[0].aval) is not None
         if name == "select_n" and eqn.invars[0] is condition and is_float:
-            is_number = all(self._numbers.of(body, v) is not None for v in eqn.invars[1:])
+            is_number = all(self._numbers.number_of(body, v) is not None for v in eqn.invars[1:])
             return ("", FACTORS) if is_number else (ARRAYS, "")
         if name == "convert_element_type" and is_float:
             return "", FACTORS
@@ -303,10 +303,10 @@ class Idioms:
         name = eqn.primitive.name
         others = [v for v in eqn.invars if v is not number]
         if name in ("mul", "div"):
-            is_factor = any(self._numbers.of(body, v) is None for v in others)
+            is_factor = any(self._numbers.number_of(body, v) is None for v in others)
             return (stage, "") if is_factor else ("", stage)
         if name == "select_n" and eqn.invars[0] is not number:
-            is_number = all(self._numbers.of(body, v) is not None for v in others[1:])
+            is_number = all(self._numbers.number_of(body, v) is not None for v in others[1:])
             return ("", stage) if is_number else (ARRAYS, "")
         if name == "reduce_sum":
             return "", COUNTS

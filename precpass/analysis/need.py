@@ -61,7 +61,7 @@ class ExactProducts:
     inner: Mapping[int, tuple[ExactProducts, ...]]
     around: str = ""
 
-    def of(self, row: int) -> str:
+    def why_exact(self, row: int) -> str:
         """Why the result of a product, or of custom rules, is needed exactly, in words; or ""."""
         return self.around or self.why.get(row, "")
 

@@ -27,7 +27,7 @@ class Numbers:
         self._graph = graph
         self._facts_of = facts_of
 
-    def of(self, body: int, atom: ir.Atom) -> float | None:
+    def number_of(self, body: int, atom: ir.Atom) -> float | None:
         """The number that every finite element of a value is; None if it is unknown or complex.
 
         A body's operand is such a number if it is the same one at all of the body's callers.
@@ -41,7 +41,7 @@ class Numbers:
             return float(atom.val) if is_scalar else None
         if self._is_of_first_trip(body, atom):
             return None
-        facts = [f.of(atom) for f in self._facts_of.get(body, ())]
+        facts = [f.range_of(atom) for f in self._facts_of.get(body, ())]
         is_known = facts and all(f.lo == f.hi == facts[0].lo for f in facts)
         return facts[0].lo if is_known else None
 

@@ -119,7 +119,7 @@ class Phases:
     def _unshifted(self, body: int, atom: ir.Atom) -> ir.Atom:
         """A value before numbers were added to it and multiplied with it."""
         while (maker := self._graph.maker(body, atom)) is not None:
-            others = [v for v in maker.invars if self._numbers.of(body, v) is None]
+            others = [v for v in maker.invars if self._numbers.number_of(body, v) is None]
             is_shifted = maker.primitive.name in ("add", "sub", "mul", "div", "neg")
             if len(others) != 1 or not (is_shifted or _moves(maker)):
                 break

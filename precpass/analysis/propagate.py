@@ -39,7 +39,7 @@ class ValueRanges:
     sampler: bool = False
     literals: dict[int, ValueRange] = dataclasses.field(default_factory=dict)
 
-    def of(self, atom: ir.Atom) -> ValueRange:
+    def range_of(self, atom: ir.Atom) -> ValueRange:
         """The range of a variable or literal."""
         if not ir.is_literal(atom):
             return self.values.get(atom, ANY)
@@ -92,7 +92,7 @@ class _Propagation:
         unchecked = frozenset(var for var, const in pairs if not is_readable(const))
         facts = self.bodies[key] = ValueRanges(at, values, {}, unchecked, sampler)
         # Every equation comes here, so this makes no Python call for each value.
-        get, fact_of, is_literal = values.get, facts.of, ir.is_literal
+        get, fact_of, is_literal = values.get, facts.range_of, ir.is_literal
         children, memo, unknown = self.graph.children, self.results, ANY
         for row, eqn in enumerate(self.graph.eqns[node.start : node.stop], node.start):
             operands = [fact_of(v) if is_literal(v) else get(v, unknown) for v in eqn.invars]
@@ -120,7 +120,7 @@ class _Propagation:
             inside = self.body(child, tuple(body_operands), sampler=sampler)
             inner.append(inside)
             for atom, result in zip(opened.outvars, body.results, strict=False):
-                fact = inside.of(atom)
+                fact = inside.range_of(atom)
                 before = joined[result]
                 joined[result] = fact if before is None else hull([before, fact])
             for _, outvar in body.carry:

@@ -97,7 +97,7 @@ def of_dtype(dtype: Any) -> ValueRange:
 
 # ---------------------------------------------------------------- constants
 
-_LARGE = 1 << 20
+_LARGE_ARRAY = 1 << 20
 """The accelerator reduces arrays of at least this many elements; for fewer no compilation pays."""
 # It is weak, so that it keeps no buffer alive.
 _known = WeakIdMap[ValueRange]()
@@ -197,7 +197,7 @@ def _of_parts(parts: Sequence[Any]) -> ValueRange:
     summary_of_all = _NO_NUMBER
     for part in parts:
         is_float = jnp.issubdtype(part.dtype, jnp.floating)
-        on_host = part.size < _LARGE or _is_host_memory(part)
+        on_host = part.size < _LARGE_ARRAY or _is_host_memory(part)
         summary = _on_host(np.asarray(part)) if on_host else _on_device(part)
         summary_of_all = summary_of_all.joined(summary)
     if math.isnan(summary_of_all.lo):

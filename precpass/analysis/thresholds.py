@@ -44,7 +44,7 @@ class Thresholds:
                 be 1: libraries divide an error by its tolerance.
         """
         body, operands = int(self.graph.body[row]), self.graph.eqns[row].invars
-        numbers = [self._numbers.of(body, v) for v in operands]
+        numbers = [self._numbers.number_of(body, v) for v in operands]
         if (in_loop and 1 in numbers) or any(
             self._is_tolerance(body, v, in_loop) for v in operands
         ):
@@ -55,7 +55,7 @@ class Thresholds:
 
     def _is_tolerance(self, body: int, atom: ir.Atom, in_loop: bool) -> bool:
         """Whether a number is small, a multiple of a small one, or given to a loop."""
-        number = self._numbers.of(body, atom)
+        number = self._numbers.number_of(body, atom)
         if number is not None:
             return 0 < abs(number) < (_OF_LOOPS if in_loop else _OF_RESULTS)
         row = self.graph.row_of_maker(body, atom)

@@ -9,7 +9,8 @@ at the device's bandwidth and of its products' arithmetic at the device's peaks
 has the same form every time.
 
 The forms (`precpass.autotune.forms`) stand in the order of their accuracy, and a later one is
-chosen if it saves `GAIN` of the cost, or of the temporary memory at hardly more cost (`LITTLE`).
+chosen if it saves `MIN_GAIN` of the cost, or of the temporary memory at hardly more cost
+(`MAX_LOSS`).
 The choices are kept in a file (`precpass.autotune.cache`).
 """
 
@@ -39,11 +40,11 @@ from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.units import sized
 
-__all__ = ["GAIN", "Choice", "Figures", "choice_of", "compiles_at_once", "figures_of"]
+__all__ = ["MIN_GAIN", "Choice", "Figures", "choice_of", "compiles_at_once", "figures_of"]
 
-GAIN = 0.03
+MIN_GAIN = 0.03
 """The fraction of the cost, or of the temporary memory, that a less accurate form must save."""
-LITTLE = 0.01
+MAX_LOSS = 0.01
 """The fraction of the cost that may be lost where temporary memory is saved."""
 
 _WAY_OF_COUNTING = 5
@@ -161,8 +162,10 @@ def _found(
     chosen, *_ = figures
     for form, cost in costs.items():
         best, least, temp = costs[chosen], figures[chosen].temp, figures[form].temp
-        saves_memory = cost <= (1 + LITTLE) * best and least > 0 and temp <= (1 - GAIN) * least
-        saves = saves_memory or cost <= (1 - GAIN) * best
+        saves_memory = (
+            cost <= (1 + MAX_LOSS) * best and least > 0 and temp <= (1 - MIN_GAIN) * least
+        )
+        saves = saves_memory or cost <= (1 - MIN_GAIN) * best
         chosen = form if saves else chosen
     base, *_ = costs.values()
     each = tuple(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, over
 
 from precpass.devices.detect import committed_device, planned_for
 from precpass.jaxpr import DIFFERENTIATED
-from precpass.jit.crossing import Stage
+from precpass.jit.call import Stage
 from precpass.jit.program import program_of
 from precpass.jit.region import current
 from precpass.policy.policy import PrecisionPolicy
@@ -55,7 +55,7 @@ class Mixed(Generic[P, R_co]):
         self.profitability = profitability
         self.jit_options = jit_options
         self._program = program = program_of(fn, policy, profitability, jit_options)
-        self._crossing, self._calls = program.crossing, program.calls
+        self._adapter, self._calls = program.adapter, program.calls
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -70,8 +70,8 @@ class Mixed(Generic[P, R_co]):
         __tracebackhide__ = True
         # This calls few other Python functions, because every layer that takes *args copies them,
         # and a variable that a lambda shares is slower to read. Rare cases are in other functions.
-        region, crossing = current(), self._crossing
-        if crossing.direct:
+        region, adapter = current(), self._adapter
+        if adapter.direct:
             try:
                 call = self._calls.get(region)
                 if call is None:
@@ -86,7 +86,7 @@ class Mixed(Generic[P, R_co]):
                     first = first[0]
                 if type(first).__name__ in DIFFERENTIATED:
                     self._program.note_gradient(region)
-                return out if crossing.direct else crossing.finished(out)
+                return out if adapter.direct else adapter.finished(out)
         return self._call_in_steps(args, kwargs)
 
     def _call_in_steps(self, args: Any, kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ class Mixed(Generic[P, R_co]):
         program, region = self._program, current()
 
         def finish(stage: Any) -> Any:
-            return stage if self._crossing.direct else Stage(stage, self._crossing)
+            return stage if self._adapter.direct else Stage(stage, self._adapter)
 
         # In the trace the arguments are tracers, which have no device.
         with planned_for(committed_device((args, kwargs, self.in_shardings))):

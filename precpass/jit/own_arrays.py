@@ -23,7 +23,7 @@ _INSTALLED = (
     *(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")),
     *(os.path.dirname(os.path.dirname(__file__)) + os.sep, "<frozen"),
 )
-_MOST = 10_000
+SEARCH_LIMIT = 10_000
 """The largest number of objects that are looked at."""
 
 
@@ -44,7 +44,7 @@ class _Copies:
 
     def of(self, x: Any) -> Any:
         """The copy of an object, or the object, if it holds none of the arrays."""
-        if id(x) not in self._known and len(self._known) < _MOST:
+        if id(x) not in self._known and len(self._known) < SEARCH_LIMIT:
             self._known[id(x)] = x, x
             self._known[id(x)] = self._copy(x), x
         return self._known.get(id(x), (x,))[0]

@@ -24,7 +24,7 @@ from precpass.jit.arguments import (
     results,
     unwrapped,
 )
-from precpass.jit.crossing import Crossing, note_source, shown_to_user
+from precpass.jit.call import CallAdapter, note_source, shown_to_user
 from precpass.jit.functions import name_of
 from precpass.jit.layers import name_root_modules
 from precpass.jit.own_arrays import with_own_arrays
@@ -50,16 +50,18 @@ class Written:
     """The user's function, unchanged, to be traced.
 
     Attributes:
-        fn: the function of arguments in the form that `Crossing.prepared` gives.
+        fn: the function of arguments in the form that `CallAdapter.prepared` gives.
         name: the user's name for it, for errors.
         jitted: its `jax.jit`; all policies share its traces.
         is_in_float16: whether a plan of it has had a matrix product in float16.
     """
 
-    def __init__(self, fn: Callable[..., Any], crossing: Crossing, options: dict[str, Any]) -> None:
-        self.fn, self.name = fn, crossing.name
-        self._declared, self._options = crossing.declared, options
-        self.jitted: Any = jax.jit(fn, **crossing.declared.options)
+    def __init__(
+        self, fn: Callable[..., Any], adapter: CallAdapter, options: dict[str, Any]
+    ) -> None:
+        self.fn, self.name = fn, adapter.name
+        self._declared, self._options = adapter.declared, options
+        self.jitted: Any = jax.jit(fn, **adapter.declared.options)
         self.is_in_float16 = False
 
     def options(self, *, splits: bool) -> dict[str, Any]:
@@ -160,9 +162,9 @@ class Program:
 
     Attributes:
         policy, profitability: its own, or None.
-        crossing: how calls cross into jit and back.
+        adapter: how calls cross into jit and back.
         written: the function as it was written.
-        calls: region -> the function that a call there runs, if `crossing.direct`.
+        calls: region -> the function that a call there runs, if `adapter.direct`.
         staged: other functions made of the traces (`staged.Staged`), by their keys.
     """
 
@@ -174,20 +176,20 @@ class Program:
         options: dict[str, Any],
     ) -> None:
         self.policy, self.profitability = policy, profitability
-        self.crossing = Crossing(name_of(fn), Declared(fn, options), options.get("in_shardings"))
+        self.adapter = CallAdapter(name_of(fn), Declared(fn, options), options.get("in_shardings"))
         self.calls: dict[Region, Callable[..., Any]] = {}
         self.staged: dict[Hashable, dict[tuple[Region, bool], Any]] = {}
         self._jitted: dict[tuple[Region, bool], Any] = {}
         self._differentiated = set[Region]()
         borrowed = _Borrowed(fn)
-        crossed = _crossed(borrowed, self.crossing)
-        pure = nnx.functional(crossed, self.crossing.declared.map, options.get("out_shardings"))
+        crossed = _crossed(borrowed, self.adapter)
+        pure = nnx.functional(crossed, self.adapter.declared.map, options.get("out_shardings"))
         # Shardings of modules are dealt with when modules are split.
         own_options: dict[str, Any] = {
             k: nnx.without_modules(x) if k.endswith("shardings") and x is not None else x
             for k, x in options.items()
         }
-        self.written = Written(pure, self.crossing, own_options)
+        self.written = Written(pure, self.adapter, own_options)
         # The result is thrown away. An option that jit does not know is thus an error at once.
         jax.jit(pure, **own_options)
 
@@ -210,28 +212,28 @@ class Program:
             on_copies: whether copies of the modules and references take the updates.
         """
         __tracebackhide__ = True
-        finish = finish or self.crossing.finished
-        if self.crossing.direct and not on_copies:
+        finish = finish or self.adapter.finished
+        if self.adapter.direct and not on_copies:
             try:
                 return finish(run_of(False)(*args, **kwargs))
             except Exception as error:
                 if self.ends(error, args, kwargs):
                     raise
-        splits = nnx.has_nodes(self.crossing.declared.each(args, kwargs))
-        prepared = self.crossing.prepared(args, kwargs, on_copies=on_copies)
+        splits = nnx.has_nodes(self.adapter.declared.each(args, kwargs))
+        prepared = self.adapter.prepared(args, kwargs, on_copies=on_copies)
         try:
             with prepared as (inner, inner_kwargs):
                 return finish(run_of(splits)(*inner, **inner_kwargs))
         except Exception as error:
-            shown_to_user(error, self.crossing.name)
+            shown_to_user(error, self.adapter.name)
             raise
 
     def ends(self, error: Exception, args: Any, kwargs: Any) -> bool:
         """Whether an error ends a direct call; else jit refused arguments that need steps."""
         refused = isinstance(error, (TypeError, ValueError))
-        if refused and self.crossing.needs_steps(args, kwargs):
+        if refused and self.adapter.needs_steps(args, kwargs):
             return False
-        shown_to_user(error, self.crossing.name)
+        shown_to_user(error, self.adapter.name)
         return True
 
     def jitted(self, region: Region, *, splits: bool) -> Any:
@@ -277,7 +279,7 @@ class Program:
             cache.clear()
 
 
-_MOST = 64
+_MOST_POLICIES = 64
 """The most policies and sets of options that are cached for a function. A search that tries one
 policy after the other leaves no more programs behind."""
 _known = WeakIdMap[Recent[Program]]()
@@ -300,7 +302,7 @@ def program_of(
     key = (policy, printed, profitability, tree, *((type(x), x) for x in leaves))
     try:
         hash(key)
-        of_fn = _known.setdefault(fn, Recent(_MOST))
+        of_fn = _known.setdefault(fn, Recent(_MOST_POLICIES))
     except TypeError:  # unhashable options, or an object that takes no weak reference
         return make()
     return of_fn.get(key, make)
@@ -329,29 +331,29 @@ class _Borrowed:
         return fn
 
 
-def _crossed(borrowed: _Borrowed, crossing: Crossing) -> Callable[..., Any]:
+def _crossed(borrowed: _Borrowed, adapter: CallAdapter) -> Callable[..., Any]:
     """The user's function, with arguments and results in the form of `precpass.jit.arguments`.
 
     It refuses modules that jit took apart, whose numbers it has traced.
     """
 
     def crossed(*args: Any, **kwargs: Any) -> Any:
-        given = crossing.declared.each(args, kwargs)
-        if crossing.direct and holds_modules(given):
+        given = adapter.declared.each(args, kwargs)
+        if adapter.direct and holds_modules(given):
             raise TypeError("jit took a module apart, and would trace its numbers")
-        args, kwargs = crossing.declared.map(
+        args, kwargs = adapter.declared.map(
             lambda x, _: unwrapped(x), args, kwargs, static=_unwrapped_static
         )
         fn = borrowed.__wrapped__
         name_root_modules(fn, args, kwargs)
-        out, passes_through = results(fn(*args, **kwargs), crossing.name)
+        out, passes_through = results(fn(*args, **kwargs), adapter.name)
         if passes_through or nnx.has_nodes(out):
-            crossing.direct = False
+            adapter.direct = False
         return out
 
     # Its attributes are not copied, because they may hold arrays.
     functools.update_wrapper(crossed, borrowed.__wrapped__, updated=())
-    crossed.__name__ = crossing.name
+    crossed.__name__ = adapter.name
     vars(crossed)["__wrapped__"] = borrowed
     return crossed
 

@@ -123,7 +123,7 @@ class Staged:
             return lambda *inner, **inner_kwargs: run_part(more, *inner, **inner_kwargs)
 
         def finish(out: Any) -> Any:
-            return program.crossing.finished(out[0]), out[1]
+            return program.adapter.finished(out[0]), out[1]
 
         return program.run(run_of, args, kwargs, finish, on_copies=on_copies)
 

@@ -192,7 +192,7 @@ class Planner:
             if row in children:
                 decision = self._entered(row, facts, exact, decides, adds.get(at))
             else:
-                query = queries.of(row, eqn, stored, accumulates=is_added)
+                query = queries.query_of(row, eqn, stored, accumulates=is_added)
                 decision = self._decide(query)
                 if decision.kind is OpKind.COMPUTE:
                     self._note_float64(row, query)
@@ -241,7 +241,9 @@ class Planner:
             needed = exact.inside(row, at)
             inner.append(self.plan(inside, needed, feedback, decides or body.decides, border))
         # JAX traces the rules when it differentiates. Who reads their results is unknown then.
-        plans_rules = ir.has_rules(eqn) and not exact.of(row) and self._plans_rules(eqn, scope)
+        plans_rules = (
+            ir.has_rules(eqn) and not exact.why_exact(row) and self._plans_rules(eqn, scope)
+        )
         rules = border if plans_rules else None
         natives = [ir.parts_of(v.aval) for v in eqn.outvars]
         stored = tuple(None if (p := across(border, n)) is n else p for n in natives)

@@ -26,14 +26,14 @@ from precpass.policy.precision import BY_DTYPE, PARTS, Precision
 from precpass.policy.primitives import BOUNDARY, COMPUTING, Op, OpKind, op
 from precpass.policy.scopes import is_backward, is_fixed, join_scopes
 
-__all__ = ["Place", "Queries", "Query", "Traits"]
+__all__ = ["EqnSite", "Queries", "Query", "Traits"]
 
 Stored = Mapping[Any, Precision | None]
 """Maps a variable to the format that it is stored in, if that is not its own dtype."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Place:
+class EqnSite:
     """Where an equation stands and what the policy asks for there. Equal places are one object.
 
     Attributes:
@@ -52,7 +52,7 @@ class Place:
     in_sampler: bool
 
 
-place = functools.lru_cache(maxsize=4096)(Place)
+place = functools.lru_cache(maxsize=4096)(EqnSite)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,7 +116,7 @@ class Query(NamedTuple):
     ranges: tuple[ValueRange | None, ...]
     stored: tuple[Precision | None, ...]
     accumulates: bool
-    place: Place
+    place: EqnSite
     traits: Traits
     need: str = ""
 
@@ -186,7 +186,7 @@ class Queries:
         self._cast = frozenset(e.invars[0] for e in casts if not ir.is_literal(e.invars[0]))
         self._widenings: dict[Any, Any] = dict(filter(None, map(ir.widening, casts)))
         self._scopes: dict[int, str] = {}
-        self._places: dict[tuple[str, str], Place] = {}
+        self._places: dict[tuple[str, str], EqnSite] = {}
         self._exact_factors = {
             (self._unmoved(v), requests.graph.source(row)): why
             for row, why in exact.why.items()
@@ -194,7 +194,7 @@ class Queries:
             if not ir.is_literal(v)
         }
 
-    def of(self, row: int, eqn: ir.Eqn, stored: Stored, *, accumulates: bool) -> Query:
+    def query_of(self, row: int, eqn: ir.Eqn, stored: Stored, *, accumulates: bool) -> Query:
         """The query about one equation.
 
         Args:
@@ -205,7 +205,7 @@ class Queries:
         """
         name, invars = eqn.primitive.name, eqn.invars
         # Every equation comes here, so this makes no Python call for each value.
-        fact_of, get, is_literal = self._facts.of, self._facts.values.get, ir.is_literal
+        fact_of, get, is_literal = self._facts.range_of, self._facts.values.get, ir.is_literal
         atoms = (*invars, *eqn.outvars)
         try:
             dtypes = tuple([v.aval.dtype for v in atoms])
@@ -227,7 +227,7 @@ class Queries:
         So are the derivatives of such a product. JAX makes them float32 too if it differentiates a
         planned program.
         """
-        graph, why = self._requests.graph, self._exact.of(row)
+        graph, why = self._requests.graph, self._exact.why_exact(row)
         if why or not self._exact_factors or not is_backward(graph.scope(row)):
             return why
         line = graph.source(row)
@@ -247,7 +247,7 @@ class Queries:
 
     # ------------------------------------------------------------ where it stands
 
-    def _place(self, row: int, eqn: ir.Eqn, dtypes: tuple[Any, ...]) -> Place:
+    def _place(self, row: int, eqn: ir.Eqn, dtypes: tuple[Any, ...]) -> EqnSite:
         if self._requests.tells_equations_apart:
             return self._new_place(row, eqn, dtypes)
         # Equations that were bound under one name stack share one object for it.
@@ -261,7 +261,7 @@ class Queries:
             known = self._places[scope, name] = self._new_place(row, eqn, dtypes)
         return known
 
-    def _new_place(self, row: int, eqn: ir.Eqn, dtypes: tuple[Any, ...]) -> Place:
+    def _new_place(self, row: int, eqn: ir.Eqn, dtypes: tuple[Any, ...]) -> EqnSite:
         scope, table = self._scope_of(eqn), op(eqn.primitive.name)
         around = self._decides_loop, self._facts.sampler
         if is_fixed(scope):

@@ -40,7 +40,7 @@ class Request(NamedTuple):
         return self.reason.template.decided_by
 
     @classmethod
-    def of(cls, precision: Precision, reason: reasons.Reason, is_order: bool) -> Request:
+    def asking(cls, precision: Precision, reason: reasons.Reason, is_order: bool) -> Request:
         """A request for any precision. What surrounds a scaled product is as for bfloat16."""
         if precision.is_scaled:
             return cls(Precision.BF16, reason, is_order, precision)
@@ -69,7 +69,7 @@ class PolicyRequests:
         self._scope = scope
         precisions = {kind: policy.precision_for(kind) for kind in OpKind}
         self._presets = {
-            kind: Request.of(
+            kind: Request.asking(
                 precision, reasons.PRESET(policy.title, kind, precision), kind in policy.orders
             )
             for kind, precision in precisions.items()
@@ -96,14 +96,14 @@ class PolicyRequests:
         kept = innermost_keep(scope)
         if kept is not None:
             is_order = table.kind is OpKind.COMPUTE and (kept.is_low or not kept.is_format)
-            return Request.of(kept, reasons.KEEP_REGION(kept), is_order)
+            return Request.asking(kept, reasons.KEEP_REGION(kept), is_order)
         rule = self.rule(row, scope)
         if rule is not None:
             is_order = not rule.is_region or table.kind is OpKind.COMPUTE
             template = reasons.RULE if rule.min_flops is None else reasons.RULE_BY_SIZE
-            return Request.of(rule.parsed, template(repr(rule)), is_order)
+            return Request.asking(rule.parsed, template(repr(rule)), is_order)
         if (locked := self.locked(row)) is not None:
-            return Request.of(locked, reasons.SAVED_PLAN(), True)
+            return Request.asking(locked, reasons.SAVED_PLAN(), True)
         return self._presets[table.kind]
 
     def may_store(self, row: int, low: Precision) -> bool:
@@ -134,7 +134,7 @@ class PolicyRequests:
                 whole = join_scopes(join_scopes(scope, node.scope), ir.scope_of(eqn))
                 source = graph.source(row)
                 name = self._names.add(whole, source.function, ir.name_of(eqn), source.place)
-                if (precision := lock.of(*name)) is not None:
+                if (precision := lock.precision_of(*name)) is not None:
                     self._locked[row] = precision
 
     def locked(self, row: int) -> Precision | None:

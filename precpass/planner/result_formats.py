@@ -47,7 +47,7 @@ def with_low_results(plan: Plan, analysis: Analysis) -> Plan:
         plan: of the program, with its storage assigned.
         analysis: of the program.
     """
-    return _ResultFormats(plan, analysis).of(0, plan)
+    return _ResultFormats(plan, analysis).plan_of(0, plan)
 
 
 class _ResultFormats:
@@ -70,7 +70,7 @@ class _ResultFormats:
                     (rounded if is_low else wide).add((body, var))
         return rounded - wide
 
-    def of(self, body: int, plan: Plan) -> Plan:
+    def plan_of(self, body: int, plan: Plan) -> Plan:
         """The plan of one body."""
         key = body, id(plan)
         if key not in self._plans:
@@ -93,7 +93,7 @@ class _ResultFormats:
         if decision.inner:
             children = self.graph.children[row]
             inner = tuple(
-                self.of(child, plan)
+                self.plan_of(child, plan)
                 for (_, child), plan in zip(children, decision.inner, strict=True)
             )
             same = all(a is b for a, b in zip(inner, decision.inner, strict=True))
@@ -112,7 +112,7 @@ class _ResultFormats:
 
     def _needs_digits(self, body: int, var: ir.Var) -> bool:
         """Whether readers of a product's result need digits that 16 bits do not hold."""
-        read = self._digits.of(body, var)
+        read = self._digits.digits_of(body, var)
         return bool(read & _READ) or (
             bool(read & Digits.ANY_LEAVING) and not self._is_rounded(body, var)
         )

@@ -19,7 +19,7 @@ _REMEDY = (
     "cotangents below 6e-08 become zero. Use precpass.loss_scale.scaled_value_and_grad, or "
     "AutoMixedBf16; to go without a scale on purpose, pass a NoOpLossScale()"
 )
-_MOST = 1000
+SEARCH_LIMIT = 1000
 """The largest number of objects in which a loss scale is looked for."""
 _warned_of: weakref.WeakSet[Any] = weakref.WeakSet()
 """The functions whose gradient was warned of."""
@@ -63,7 +63,7 @@ def _gradient() -> types.FrameType | None:
 
 def _holds_scale(todo: list[Any]) -> bool:
     seen = set[int]()
-    while todo and len(seen) < _MOST:
+    while todo and len(seen) < SEARCH_LIMIT:
         x = todo.pop()
         # this package's, jmp's, flax's: LossScale, DynamicLossScale, DynamicScale
         if type(x).__name__.endswith("Scale"):

@@ -89,7 +89,7 @@ class SavedPrecisions:
     def __getstate__(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    def of(self, key: str, occurrence: int) -> Precision | None:
+    def precision_of(self, key: str, occurrence: int) -> Precision | None:
         """The precision of an equation; None where the plan does not have it."""
         saved = self._by_key.get(key, ())
         return saved[occurrence] if occurrence < len(saved) else None

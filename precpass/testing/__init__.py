@@ -263,7 +263,7 @@ def plan_problems(
     wrong: list[tuple[Named, str]] = []
     for named in equations(plan, plan.origin.scope):
         key = names.add(named.scope, named.function, named.info.primitive, named.info.source.place)
-        saved = lock.of(*key)
+        saved = lock.precision_of(*key)
         if saved is not None and locked_precision(named.decision) not in (None, saved):
             wrong.append((named, f"not {saved} as it was saved"))
     texts = differences(lock, names, plan.origin.name, "the policy")

@@ -71,7 +71,7 @@ def test_an_accelerator_finds_the_fact_that_numpy_finds(where, monkeypatch):
     array = placed(weights(), where)
     expected = of_array(weights())
     monkeypatch.setattr(ranges, "_is_host_memory", lambda _part: False)
-    monkeypatch.setattr(ranges, "_LARGE", 2)
+    monkeypatch.setattr(ranges, "_LARGE_ARRAY", 2)
     assert close(of_array(array), expected)
 
 
@@ -79,13 +79,13 @@ def test_an_accelerator_keeps_the_range_of_64_bits_with_x64_off(monkeypatch):
     with jax.enable_x64(True):
         array = jnp.asarray([1e300, -1e-200, 0.0])
     monkeypatch.setattr(ranges, "_is_host_memory", lambda _part: False)
-    monkeypatch.setattr(ranges, "_LARGE", 2)
+    monkeypatch.setattr(ranges, "_LARGE_ARRAY", 2)
     assert (of_array(array).hi, of_array(array).likely_min_nonzero) == (1e300, 1e-200)
 
 
 def test_an_accelerator_asks_no_mesh_or_flag_of_the_users(monkeypatch):
     monkeypatch.setattr(ranges, "_is_host_memory", lambda _part: False)
-    monkeypatch.setattr(ranges, "_LARGE", 2)
+    monkeypatch.setattr(ranges, "_LARGE_ARRAY", 2)
     mesh = mesh_of(AxisType.Explicit)
     array = jax.device_put(weights(), NamedSharding(mesh, P("x")))
     expected, seen = of_array(weights()), []

@@ -21,7 +21,7 @@ def reads(fn: Callable[..., Any]) -> int:
     """How a program reads the result of its only product."""
     graph = graph_of(fn, SQUARE, SQUARE)
     row = only(graph, "dot_general")
-    return Analysis(graph).digits.of(int(graph.body[row]), graph.eqns[row].outvars[0])
+    return Analysis(graph).digits.digits_of(int(graph.body[row]), graph.eqns[row].outvars[0])
 
 
 def in_a_body(x: Any, w: Any) -> Any:

@@ -146,7 +146,7 @@ def test_a_constant_that_is_a_tracer_is_unknown():
         seen.append(of_array(table))
         closed = jax.make_jaxpr(lambda x: x * table)(f32(3))
         (out,) = closed.jaxpr.outvars
-        seen.append(propagate(Graph.build(closed)).of(out))
+        seen.append(propagate(Graph.build(closed)).range_of(out))
         return table.sum()
 
     jax.grad(outer)(jnp.full(3, 1e9))

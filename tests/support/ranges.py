@@ -10,7 +10,7 @@ def facts_of(fn, *args):
     """The fact of each result of `fn`."""
     closed = jax.make_jaxpr(fn)(*args)
     facts = propagate(Graph.build(closed))
-    return [facts.of(v) for v in closed.jaxpr.outvars]
+    return [facts.range_of(v) for v in closed.jaxpr.outvars]
 
 
 def fact_of(fn, *args):

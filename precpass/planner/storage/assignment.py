@@ -26,7 +26,7 @@ from precpass.planner.planned_bodies import decisions_of
 from precpass.planner.requests import PolicyRequests
 from precpass.planner.result_formats import PLATFORMS
 from precpass.planner.storage.backward import backward_forms
-from precpass.planner.storage.eligibility import Eligibility
+from precpass.planner.storage.facts import StorageFacts
 from precpass.planner.storage.readers import Readers
 from precpass.planner.storage.value_classes import StorageClass, StorageClasses
 from precpass.planner.storage.vetoes import why_not_stored
@@ -118,7 +118,7 @@ class _Assignment:
                 self._class_made_at.update(dict.fromkeys(made, values))
         rounded = {row for row, _ in self._class_made_at}
         if self._writes:
-            self._backward = backward_forms(self._eligibility, rounded)
+            self._backward = backward_forms(self._facts, rounded)
         if not (self._rounded or self._crossing or self._backward or self._in_float8):
             return self._plan
         self._changed_rows = rounded | set(self._backward)
@@ -197,20 +197,20 @@ class _Assignment:
                 yield child, inside
 
     def _ids(self, body: int, atoms: Sequence[ir.Atom]) -> set[int]:
-        return {id(of) for v in atoms if (of := self.classes.of(body, v)) is not None}
+        return {id(of) for v in atoms if (of := self.classes.class_of(body, v)) is not None}
 
     # ------------------------------------------------------------ what is stored low
 
     @functools.cached_property
-    def _eligibility(self) -> Eligibility:
+    def _facts(self) -> StorageFacts:
         of = self.analysis, self.classes, self.low, self.requests
-        return Eligibility(*of, reads_stacks=self._platform == "gpu")
+        return StorageFacts(*of, reads_stacks=self._platform == "gpu")
 
     def _choose(self) -> None:
         """Finds the classes that are rounded, those that cross low, and why others may not be."""
         adding, only_replaces = self._accumulated(), self.classes.only_replaces
         for values in self.classes.by_root.values():
-            why = why_not_stored(self._eligibility, values)
+            why = why_not_stored(self._facts, values)
             if why is None and id(values) in adding and not only_replaces(values):
                 why = "is added to in every trip of a loop"
             if why is None:
@@ -288,7 +288,7 @@ class _Assignment:
                 compute=self.low,
                 stored=stored,
                 reason=why,
-                clipped=self._eligibility.constants_beyond(row),
+                clipped=self._facts.constants_beyond(row),
                 numbers=tuple(self._numbers(row)),
             )
         return dataclasses.replace(decision, stored=stored, reason=why)
@@ -320,7 +320,7 @@ class _Assignment:
     def _border_copies(self, body: int, atoms: Sequence[ir.Atom]) -> Iterator[BorderCopy]:
         as_bits = self._platform not in PLATFORMS
         for position, atom in enumerate(atoms):
-            values = self.classes.of(body, atom)
+            values = self.classes.class_of(body, atom)
             if values is not None and self._is_of_float8(values):
                 yield BorderCopy(position, Precision.F8E4M3, rounds=True)
             elif values is not None and id(values) in self._crossing:

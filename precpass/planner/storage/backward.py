@@ -28,7 +28,7 @@ from precpass.analysis.equations import moved_operand
 from precpass.analysis.graph import Graph
 from precpass.analysis.sizes import nbytes
 from precpass.plan.plan import BackwardForm
-from precpass.planner.storage.eligibility import Eligibility
+from precpass.planner.storage.facts import StorageFacts
 from precpass.planner.storage.vetoes import CACHE_LINE
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import op
@@ -38,7 +38,7 @@ __all__ = ["backward_forms"]
 _SUBTRACTED = Digits.SUBTRACTED | Digits.TERM
 
 
-def backward_forms(program: Eligibility, rounded: Collection[int]) -> Mapping[int, BackwardForm]:
+def backward_forms(program: StorageFacts, rounded: Collection[int]) -> Mapping[int, BackwardForm]:
     """The rows whose derivatives save or make values in 16 bits; none in a gradient's program.
 
     Args:
@@ -73,7 +73,7 @@ def _is_in_loop(graph: Graph, body: int) -> bool:
     )
 
 
-def _may_round(program: Eligibility, row: int) -> bool:
+def _may_round(program: StorageFacts, row: int) -> bool:
     (result,) = program.graph.eqns[row].outvars
     return (
         ir.precision_of(result.aval) is Precision.F32
@@ -83,11 +83,11 @@ def _may_round(program: Eligibility, row: int) -> bool:
     )
 
 
-def _low_factors(program: Eligibility, cycles: Cycles, row: int) -> tuple[bool, ...]:
+def _low_factors(program: StorageFacts, cycles: Cycles, row: int) -> tuple[bool, ...]:
     """For each operand of a row, whether the factor of the derivative in it is saved low."""
     eqn, following = program.graph.eqns[row], program.following_products
     body = int(program.graph.body[row])
-    if program.analysis.digits.of(body, eqn.outvars[0]) & _SUBTRACTED:
+    if program.analysis.digits.digits_of(body, eqn.outvars[0]) & _SUBTRACTED:
         return ()
     # An elementwise equation repeats dimensions of size 1.
     if any(v.aval.shape != eqn.outvars[0].aval.shape for v in eqn.invars if not ir.is_literal(v)):
@@ -95,13 +95,13 @@ def _low_factors(program: Eligibility, cycles: Cycles, row: int) -> tuple[bool, 
     follows = [not ir.is_literal(v) and v in following for v in eqn.invars]
     if eqn.primitive.name == "mul":  # the factor of one operand is the other one
         follows = follows[::-1]
-    on_the_way = cycles.of(body)
+    on_the_way = cycles.on_cycles(body)
     in_every_trip = eqn.outvars[0] in on_the_way
     is_free = (not ir.is_literal(v) and not (in_every_trip and v in on_the_way) for v in eqn.invars)
     return tuple(a and b for a, b in zip(follows, is_free, strict=True))
 
 
-def _adds_bias_to_product(program: Eligibility, row: int) -> bool:
+def _adds_bias_to_product(program: StorageFacts, row: int) -> bool:
     """Whether a row adds a repeated value to what a low product made, as it is or moved."""
     body, eqn = int(program.graph.body[row]), program.graph.eqns[row]
     lhs, rhs = eqn.invars
@@ -114,7 +114,7 @@ def _adds_bias_to_product(program: Eligibility, row: int) -> bool:
     return any(is_repeated(bias) and _is_product(program, body, a) for a, bias in pairs)
 
 
-def _is_product(program: Eligibility, body: int, atom: ir.Atom | None) -> bool:
+def _is_product(program: StorageFacts, body: int, atom: ir.Atom | None) -> bool:
     while atom is not None and (row := program.graph.row_of_maker(body, atom)) is not None:
         if row in program.classes.reads_low:
             return True

@@ -53,7 +53,7 @@ class Readers:
         self._reads_low = reads_low
         self._known: dict[Name, ReadBy] = {}
 
-    def of(self, body: int, value: ir.Var) -> ReadBy:
+    def readers_of(self, body: int, value: ir.Var) -> ReadBy:
         """The readers of a value."""
         todo, begun = [(body, value)], set[Name]()
         while todo:  # no recursion: a body may be called on its own result hundreds of times

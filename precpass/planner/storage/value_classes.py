@@ -26,14 +26,14 @@ from precpass.planner.storage.replacements import replacements
 from precpass.policy.primitives import op
 from precpass.policy.scopes import is_backward
 
-__all__ = ["Place", "StorageClass", "StorageClasses"]
+__all__ = ["Buffer", "StorageClass", "StorageClasses"]
 
 Key = tuple[int, Any]
 """A variable, and before it the index of its body."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Buffer:
     """A buffer in which values of a class are stored in memory: a loop's stack or carry.
 
     Attributes:
@@ -73,7 +73,7 @@ class StorageClass:
     low_readers: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     low_read_bytes: dict[int, float] = dataclasses.field(default_factory=dict)
     wide_readers: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-    places: list[Place] = dataclasses.field(default_factory=list)
+    places: list[Buffer] = dataclasses.field(default_factory=list)
     crossed: set[int] = dataclasses.field(default_factory=set)
     is_input: bool = False
     is_output: bool = False
@@ -142,7 +142,7 @@ class StorageClasses:
                 self._collect(body, kept)
         self._close()
 
-    def of(self, body: int, atom: ir.Atom) -> StorageClass | None:
+    def class_of(self, body: int, atom: ir.Atom) -> StorageClass | None:
         """The class of a value."""
         return None if ir.is_literal(atom) else self._of[body].get(atom)
 
@@ -314,16 +314,16 @@ class StorageClasses:
                     values.defined.append((row, k))
                 if (body, eqn.outvars[k]) in kept:
                     size = nbytes(eqn.outvars[k].aval) * node.calls
-                    values.places.append(Place(size, node.calls, "kept"))
+                    values.places.append(Buffer(size, node.calls, "kept"))
             if row in self._written:
                 values = class_of[eqn.outvars[0]]
                 size = nbytes(eqn.outvars[0].aval) * node.calls
-                values.places.append(Place(size, node.calls, "written"))
+                values.places.append(Buffer(size, node.calls, "written"))
                 values.written.add(row)
 
     def _note_readers(self, row: int, body: int, reads: list[tuple[int, StorageClass]]) -> None:
         low, eqn = row in self.reads_low, self.graph.eqns[row]
-        replaced = self.of(body, eqn.outvars[0]) if row in self.put_together else None
+        replaced = self.class_of(body, eqn.outvars[0]) if row in self.put_together else None
         for i, values in reads:
             if values is replaced:
                 continue
@@ -362,7 +362,7 @@ class StorageClasses:
                 for _, values in self._classes(child, [opened.invars[invar]]):
                     trips = self.graph.bodies[child].calls
                     size = nbytes(opened.invars[invar].aval) * trips
-                    values.places.append(Place(size, trips, "carry"))
+                    values.places.append(Buffer(size, trips, "carry"))
         if (rows := ir.loop_rows(eqn)) is not None:
             first_in, first_out = rows
             for i, values in self._classes(body, eqn.invars):
@@ -375,11 +375,11 @@ class StorageClasses:
                     values.places.append(_rows(eqn.outvars[k], calls, "stacked"))
 
 
-def _rows(atom: ir.Atom, calls: float, kind: str) -> Place:
+def _rows(atom: ir.Atom, calls: float, kind: str) -> Buffer:
     """The values that a loop stacks, or reads slices of."""
     length, *_ = atom.aval.shape
     times = length if isinstance(length, int) else NOMINAL_SIZE
-    return Place(nbytes(atom.aval) * calls, times * calls, kind)
+    return Buffer(nbytes(atom.aval) * calls, times * calls, kind)
 
 
 def _stacked_states(graph: Graph, row: int) -> Iterator[int]:

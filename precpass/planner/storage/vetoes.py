@@ -19,7 +19,7 @@ from precpass.analysis.equations import hands_on
 from precpass.analysis.ranges import ValueRange
 from precpass.analysis.sizes import nbytes
 from precpass.planner.guards import why_out_of_range
-from precpass.planner.storage.eligibility import Eligibility
+from precpass.planner.storage.facts import StorageFacts
 from precpass.planner.storage.value_classes import StorageClass
 from precpass.planner.storage.written import maker_of
 from precpass.policy.precision import Precision
@@ -31,7 +31,7 @@ CACHE_LINE = 64
 """The bytes of a cache line."""
 
 
-def why_not_stored(program: Eligibility, values: StorageClass) -> str | None:
+def why_not_stored(program: StorageFacts, values: StorageClass) -> str | None:
     """Why a class of values may not be stored low; None if it may."""
     vetoes = (veto(program, values) for veto in VETOES)
     return next((why for why in vetoes if why is not None), None)
@@ -40,31 +40,31 @@ def why_not_stored(program: Eligibility, values: StorageClass) -> str | None:
 # ---------------------------------------------------------------- what the class is
 
 
-def crosses_the_programs_border(_program: Eligibility, values: StorageClass) -> str | None:
+def crosses_the_programs_border(_program: StorageFacts, values: StorageClass) -> str | None:
     """An argument and a result have the dtype that the user gave them."""
     return "is an argument or a result" if values.is_input or values.is_output else None
 
 
-def is_never_in_memory(_program: Eligibility, values: StorageClass) -> str | None:
+def is_never_in_memory(_program: StorageFacts, values: StorageClass) -> str | None:
     """Inside a fusion a value costs nothing in any format, and XLA drops what nothing reads."""
     is_read = bool(values.low_readers or values.wide_readers)
     return None if values.places and is_read else "is never in memory"
 
 
-def is_small(program: Eligibility, values: StorageClass) -> str | None:
+def is_small(program: StorageFacts, values: StorageClass) -> str | None:
     """Memory moves whole cache lines."""
     eqns = program.graph.eqns
     sizes = (nbytes(eqns[row].outvars[k].aval) for row, k in values.defined)
     return "is smaller than a cache line" if max(sizes, default=0.0) < CACHE_LINE else None
 
 
-def is_a_loops_state(_program: Eligibility, values: StorageClass) -> str | None:
+def is_a_loops_state(_program: StorageFacts, values: StorageClass) -> str | None:
     """A carry that is read in float32 would be rounded again in every trip."""
     is_carried = bool(values.wide_readers) and any(place.kind == "carry" for place in values.places)
     return "is a loop's state" if is_carried else None
 
 
-def may_be_computed_again(program: Eligibility, values: StorageClass) -> str | None:
+def may_be_computed_again(program: StorageFacts, values: StorageClass) -> str | None:
     """XLA may recompute a value that is only saved for the backward pass, where it is read.
 
     The value is then never in memory, and rounding it gains nothing. The same holds for a stack
@@ -82,7 +82,7 @@ def may_be_computed_again(program: Eligibility, values: StorageClass) -> str | N
     )
 
 
-def has_all_digits(program: Eligibility, values: StorageClass) -> str | None:
+def has_all_digits(program: StorageFacts, values: StorageClass) -> str | None:
     """No lowered product has rounded it yet: a position or a time has all of its digits."""
     if not values.wide_readers:
         return None
@@ -103,7 +103,7 @@ def has_all_digits(program: Eligibility, values: StorageClass) -> str | None:
     )
 
 
-def is_needed_exactly(program: Eligibility, values: StorageClass) -> str | None:
+def is_needed_exactly(program: StorageFacts, values: StorageClass) -> str | None:
     """A reader needs float32's digits of it, or a loop around it ends on a tolerance."""
     graph = program.graph
     if not program.requests.follows_readers:
@@ -116,7 +116,7 @@ def is_needed_exactly(program: Eligibility, values: StorageClass) -> str | None:
     return None
 
 
-def is_added_to(program: Eligibility, values: StorageClass) -> str | None:
+def is_added_to(program: StorageFacts, values: StorageClass) -> str | None:
     """A sum of whole arrays is added to, so rounding it would lose a small step.
 
     In the backward pass that counts for sums that only fusions write: they need not write them.
@@ -134,7 +134,7 @@ def is_added_to(program: Eligibility, values: StorageClass) -> str | None:
     return None
 
 
-def _adds_later(program: Eligibility, body: int, reader: ir.Eqn) -> bool:
+def _adds_later(program: StorageFacts, body: int, reader: ir.Eqn) -> bool:
     """Whether a reader scales or chooses what it reads, and the forward pass adds to that."""
     todo = [reader]
     while todo:
@@ -148,13 +148,13 @@ def _adds_later(program: Eligibility, body: int, reader: ir.Eqn) -> bool:
     return False
 
 
-def _is_made_by_products(program: Eligibility, values: StorageClass) -> bool:
+def _is_made_by_products(program: StorageFacts, values: StorageClass) -> bool:
     eqns = [program.graph.eqns[row] for row, _ in values.defined]
     kinds = {op(eqn.primitive.name).kind for eqn in eqns if not ir.keeps_bits(eqn)}
     return kinds <= {OpKind.COMPUTE}
 
 
-def _adds_arrays(program: Eligibility, row: int) -> bool:
+def _adds_arrays(program: StorageFacts, row: int) -> bool:
     """Whether an equation adds whole arrays, and not an array and a bias, or chooses from such."""
     eqn = program.graph.eqns[row]
     if op(program.graph.eqns[maker_of(program.graph, row)].primitive.name).chooses:
@@ -163,7 +163,7 @@ def _adds_arrays(program: Eligibility, row: int) -> bool:
     return _adds(program, eqn)
 
 
-def _is_sum(program: Eligibility, body: int, atom: ir.Atom) -> bool:
+def _is_sum(program: StorageFacts, body: int, atom: ir.Atom) -> bool:
     """Whether a value is a sum of whole arrays that was moved, scaled or chosen since."""
     todo, seen = [(body, atom)], set[tuple[int, ir.Var]]()
     while todo:
@@ -185,7 +185,7 @@ def _is_sum(program: Eligibility, body: int, atom: ir.Atom) -> bool:
     return False
 
 
-def _adds(program: Eligibility, eqn: ir.Eqn) -> bool:
+def _adds(program: StorageFacts, eqn: ir.Eqn) -> bool:
     if not op(eqn.primitive.name).adds:
         return False
     return not any(
@@ -197,7 +197,7 @@ def _adds(program: Eligibility, eqn: ir.Eqn) -> bool:
 # ---------------------------------------------------------------- who makes it
 
 
-def is_made_elsewhere(program: Eligibility, values: StorageClass) -> str | None:
+def is_made_elsewhere(program: StorageFacts, values: StorageClass) -> str | None:
     """An equation with bodies or in a sampler makes it, or the policy orders float32 for it."""
     for row, k in values.defined:
         if (row, k) in program.classes.stacked_states:
@@ -214,7 +214,7 @@ def is_made_elsewhere(program: Eligibility, values: StorageClass) -> str | None:
     return None
 
 
-def exceeds_range(program: Eligibility, values: StorageClass) -> str | None:
+def exceeds_range(program: StorageFacts, values: StorageClass) -> str | None:
     """It would overflow, vanish or lose integers in the low format."""
     is_read_low = bool(values.low_readers) and not values.wide_readers
     for row, k in values.defined:
@@ -222,7 +222,7 @@ def exceeds_range(program: Eligibility, values: StorageClass) -> str | None:
         # A pooling's derivative reads in the low format what was pooled.
         picked = eqn.invars if ir.picks_from_apart_windows(eqn) else ()
         all_facts = program.analysis.facts_of.get(body, ())
-        for known in (facts.of(v) for v in (eqn.outvars[k], *picked) for facts in all_facts):
+        for known in (facts.range_of(v) for v in (eqn.outvars[k], *picked) for facts in all_facts):
             if known.random:
                 return "follows random bits"
             is_clipped = row in values.written and row not in program.classes.put_together
@@ -261,7 +261,7 @@ def _as_a_whole(known: ValueRange) -> ValueRange:
 # ---------------------------------------------------------------- who reads it
 
 
-def decides_a_loop(program: Eligibility, values: StorageClass) -> str | None:
+def decides_a_loop(program: StorageFacts, values: StorageClass) -> str | None:
     """A loop's predicate is computed from it."""
     decides = any(
         body in program.analysis.deciding for body in (*values.wide_readers, *values.low_readers)
@@ -269,7 +269,7 @@ def decides_a_loop(program: Eligibility, values: StorageClass) -> str | None:
     return "decides whether a loop goes on" if decides else None
 
 
-def is_read_where_nothing_is_rounded(program: Eligibility, values: StorageClass) -> str | None:
+def is_read_where_nothing_is_rounded(program: StorageFacts, values: StorageClass) -> str | None:
     """An equation with bodies, a boundary or a sampler reads it."""
     by_body = (*values.wide_readers.values(), *values.low_readers.values())
     for row in itertools.chain.from_iterable(by_body):
@@ -280,7 +280,7 @@ def is_read_where_nothing_is_rounded(program: Eligibility, values: StorageClass)
     return None
 
 
-def is_read_exactly(program: Eligibility, values: StorageClass) -> str | None:
+def is_read_exactly(program: StorageFacts, values: StorageClass) -> str | None:
     """A reader needs digits that the low format does not have."""
     written = [(row, 0) for row in values.written - program.classes.put_together]
     written += program.classes.stacked_states.intersection(values.defined)
@@ -303,7 +303,7 @@ _WHY = {
 }
 
 
-Veto = Callable[[Eligibility, StorageClass], str | None]
+Veto = Callable[[StorageFacts, StorageClass], str | None]
 
 VETOES: tuple[Veto, ...] = (
     crosses_the_programs_border,

@@ -53,7 +53,7 @@ def written_by_fusions(
             if traits.kind is not OpKind.ELEMENTWISE or not is_wide(eqn.outvars[0]):
                 continue
             result = eqn.outvars[0]
-            is_low, others = readers.of(body, result)
+            is_low, others = readers.readers_of(body, result)
             if (
                 (traits.chooses and not (on_tpu and _is_shifted(graph, idioms, body, result)))
                 or (on_tpu and others > 1 and _is_of_attention(graph, idioms, body, eqn, readers))
@@ -120,7 +120,7 @@ def _is_of_attention(
     (result,) = eqn.outvars
     eqns = ir.open_jaxpr(graph.bodies[body].jaxpr).eqns
     scaling = [e for e in eqns if e.primitive.name in ("div", "mul") and result in e.invars]
-    is_weight = any(readers.of(body, e.outvars[0]).low for e in scaling)
+    is_weight = any(readers.readers_of(body, e.outvars[0]).low for e in scaling)
     return is_weight and idioms.is_maximum(body, shift.invars[1], of=shift.invars[0])
 
 

@@ -14,10 +14,10 @@ from precpass.jit import nnx
 from precpass.jit.arguments import Declared, arguments, copied, needs_steps, unwrapped
 from precpass.policy.warned import OWN_FOLDER, is_users
 
-__all__ = ["Crossing", "Stage", "note_source", "shown_to_user"]
+__all__ = ["CallAdapter", "Stage", "note_source", "shown_to_user"]
 
 
-class Crossing:
+class CallAdapter:
     """How the calls of one function cross into jit and back.
 
     Attributes:
@@ -59,22 +59,22 @@ class Crossing:
 
 
 class Stage:
-    """A `Traced`, `Lowered` or `Compiled` of `jax.stages` with the crossing of the call itself."""
+    """A `Traced`, `Lowered` or `Compiled` of `jax.stages` with the adapter of the call itself."""
 
-    def __init__(self, stage: Any, crossing: Crossing) -> None:
+    def __init__(self, stage: Any, adapter: CallAdapter) -> None:
         self._stage = stage
-        self._crossing = crossing
+        self._adapter = adapter
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._stage, name)
         if name in ("lower", "compile"):
-            return lambda *args, **kwargs: Stage(value(*args, **kwargs), self._crossing)
+            return lambda *args, **kwargs: Stage(value(*args, **kwargs), self._adapter)
         return unwrapped(value) if name == "out_info" else value
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The results of the compiled program."""
-        with self._crossing.prepared(args, kwargs) as (args, kwargs):
-            return self._crossing.finished(self._stage(*args, **kwargs))
+        with self._adapter.prepared(args, kwargs) as (args, kwargs):
+            return self._adapter.finished(self._stage(*args, **kwargs))
 
     def __repr__(self) -> str:
         return repr(self._stage)

@@ -16,10 +16,10 @@ from precpass.planner.requests import PolicyRequests
 from precpass.planner.storage.value_classes import StorageClasses
 from precpass.policy.precision import Precision
 
-__all__ = ["Eligibility"]
+__all__ = ["StorageFacts"]
 
 
-class Eligibility:
+class StorageFacts:
     """What the vetoes ask of a program.
 
     Args:
@@ -60,7 +60,7 @@ class Eligibility:
         found: list[int] = []
         facts_of_body = self.analysis.facts_of.get(int(self.graph.body[row]), ())
         for at, operand in enumerate(self.graph.eqns[row].invars):
-            each = [facts.of(operand) for facts in facts_of_body]
+            each = [facts.range_of(operand) for facts in facts_of_body]
             if ir.precision_of(operand.aval) is not Precision.F32 or not any(
                 self.low.max < max(abs(known.lo), abs(known.hi)) < math.inf
                 or self.low.max < known.likely_max
@@ -133,7 +133,9 @@ class Eligibility:
     def digits_read(self, results: Iterable[tuple[int, int]]) -> int:
         """How results of equations are read where rounding would show, as bits of `Digits`."""
         each = (
-            self.analysis.digits.of(int(self.graph.body[row]), self.graph.eqns[row].outvars[k])
+            self.analysis.digits.digits_of(
+                int(self.graph.body[row]), self.graph.eqns[row].outvars[k]
+            )
             for row, k in results
         )
         return functools.reduce(int.__or__, each, 0)
