@@ -36,7 +36,7 @@ from precpass.policy.precision import Precision
 from precpass.policy.scopes import FIXED_SCOPE
 from precpass.policy.warned import PrecisionWarning, user_stacklevel
 
-__all__ = ["NEEDS_VALUES", "Program", "Written", "calls_users_code", "program_of"]
+__all__ = ["NEEDS_VALUES", "Original", "Program", "calls_users_code", "program_of"]
 
 NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -46,7 +46,7 @@ NEEDS_VALUES = (
 """The errors of code that needs a tracer's value, which it has if jit is disabled."""
 
 
-class Written:
+class Original:
     """The user's function, unchanged, to be traced.
 
     Attributes:
@@ -157,13 +157,13 @@ class Program:
 
     It holds no reference to the function, which belongs to the `Mixed` objects. So the function
     is freed with the last of them, with the arrays that it closes over and its compiled programs,
-    and without the cycle collector. For the same reason the jitted functions refer to a `Written`
+    and without the cycle collector. For the same reason the jitted functions refer to a `Original`
     and not to the program.
 
     Attributes:
         policy, profitability: its own, or None.
         adapter: how calls cross into jit and back.
-        written: the function as it was written.
+        original: the function as it was written.
         calls: region -> the function that a call there runs, if `adapter.direct`.
         staged: other functions made of the traces (`staged.Staged`), by their keys.
     """
@@ -189,7 +189,7 @@ class Program:
             k: nnx.without_modules(x) if k.endswith("shardings") and x is not None else x
             for k, x in options.items()
         }
-        self.written = Written(pure, self.adapter, own_options)
+        self.original = Original(pure, self.adapter, own_options)
         # The result is thrown away. An option that jit does not know is thus an error at once.
         jax.jit(pure, **own_options)
 
@@ -240,11 +240,11 @@ class Program:
         """The `jax.jit` function that a call in a region runs."""
         known = self._jitted.get((region, splits))
         if known is None:
-            written = self.written
-            resolved, fn = region.resolve(self.policy, self.profitability), written.fn
+            original = self.original
+            resolved, fn = region.resolve(self.policy, self.profitability), original.fn
             if resolved.policy is not None:
-                fn = written.rewritten(region, resolved, resolved.policy)
-            jitted = jax.jit(fn, **written.options(splits=splits))
+                fn = original.rewritten(region, resolved, resolved.policy)
+            jitted = jax.jit(fn, **original.options(splits=splits))
             # If another thread was first, all share its function.
             known = self._jitted.setdefault((region, splits), jitted)
         return known
@@ -266,14 +266,14 @@ class Program:
         several, is being differentiated.
         """
         policy = region.resolve(self.policy).policy
-        if policy is not None and policy.low is Precision.F16 and self.written.is_in_float16:
+        if policy is not None and policy.low is Precision.F16 and self.original.is_in_float16:
             if region in self._differentiated:
                 warn_of_unscaled_gradient(only_by_grad=True)
             self._differentiated.add(region)
 
     def clear_cache(self) -> None:
         """Forgets every trace and compiled program."""
-        for jitted in [self.written.jitted, *self._jitted.values()]:
+        for jitted in [self.original.jitted, *self._jitted.values()]:
             jitted.clear_cache()
         for cache in (self._jitted, self.calls, self.staged, self._differentiated):
             cache.clear()

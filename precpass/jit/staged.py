@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from precpass.jit.mixed import Mixed
-from precpass.jit.program import Written
+from precpass.jit.program import Original
 from precpass.jit.region import Region, Resolved, current
 from precpass.jit.traced import Traced
 
@@ -131,9 +131,9 @@ class Staged:
         key, program = (region, splits), self._program
         if key not in self._jitted:
             resolved = region.resolve(program.policy, program.profitability)
-            options = program.written.options(splits=splits)
+            options = program.original.options(splits=splits)
             options = _shifted(options, donates=not self._on_copies)
-            self._jitted[key] = _staged(program.written, region, resolved, self._then, options)
+            self._jitted[key] = _staged(program.original, region, resolved, self._then, options)
         return self._jitted[key]
 
 
@@ -166,7 +166,7 @@ def made_of_trace(
         return program.run(lambda _: lambda *_a, **_k: out, args, kwargs, on_copies=True)
 
     def traced(*inner: Any, **inner_kwargs: Any) -> Any:
-        return then(program.written.trace(region, resolved, inner, inner_kwargs, output))
+        return then(program.original.trace(region, resolved, inner, inner_kwargs, output))
 
     return program.run(lambda _: traced, args, kwargs, lambda made: made)
 
@@ -179,7 +179,7 @@ def owner_of(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...
 
 
 def _staged(
-    written: Written,
+    original: Original,
     region: Region,
     resolved: Resolved,
     then: Callable[..., tuple[Sequence[Any], Any]],
@@ -189,9 +189,9 @@ def _staged(
     # JAX counts one name too few if a keyword has a parameter's name, so these are unusual.
     def traced(*_precpass_args: Any, **_precpass_kwargs: Any) -> Any:
         more, *args = _precpass_args
-        trace = written.trace(region, resolved, args, _precpass_kwargs)
+        trace = original.trace(region, resolved, args, _precpass_kwargs)
         results, other = then(trace, *more)
         return trace.output(results), other
 
-    traced.__name__ = written.name
+    traced.__name__ = original.name
     return jax.jit(traced, **options)

@@ -99,7 +99,7 @@ class Planner:
         policy: what to aim for.
         scope: the name scopes around the program.
         writes_on: the platform whose compiler's fusions write values that are stored in the low
-            format where that loses no digits (`planner.storage.written`); "" for none.
+            format where that loses no digits (`planner.storage.materialized`); "" for none.
         platform: as for `make_plan`.
         device_kind: as for `make_plan`.
     """

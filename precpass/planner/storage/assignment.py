@@ -27,10 +27,14 @@ from precpass.planner.requests import PolicyRequests
 from precpass.planner.result_formats import PLATFORMS
 from precpass.planner.storage.backward import backward_forms
 from precpass.planner.storage.facts import StorageFacts
+from precpass.planner.storage.materialized import (
+    materialized_by_fusions,
+    only_picks,
+    recomputed_on_tpu,
+)
 from precpass.planner.storage.readers import Readers
 from precpass.planner.storage.value_classes import StorageClass, StorageClasses
 from precpass.planner.storage.vetoes import why_not_stored
-from precpass.planner.storage.written import only_picks, recomputed_on_tpu, written_by_fusions
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import COMPUTING
 from precpass.units import counted, sized
@@ -90,17 +94,23 @@ class _Assignment:
         self._rows_of = [self._rows(node) for node in self.graph.bodies]
         self._decisions = decisions_of(self.graph, plan, self._rows_of)
         self.reads_low = {row for row, each in self._decisions.items() if self._lowers(each)}
-        written: Collection[int] = ()
+        materialized: Collection[int] = ()
         self._pinned: Collection[int] = ()
         # A TPU's compiler casts a stack by itself if all readers cast it, so no plan for one does.
         on_gpu, on_tpu = writes_on == "gpu", writes_on == "tpu"
         if writes_on:
             readers = Readers(self.graph, self.reads_low, of_stacks=on_gpu)
-            written = written_by_fusions(self.graph, readers, analysis.idioms, on_tpu=on_tpu)
+            materialized = materialized_by_fusions(
+                self.graph, readers, analysis.idioms, on_tpu=on_tpu
+            )
             if on_tpu:
                 self._pinned = recomputed_on_tpu(self.graph)
         self.classes = StorageClasses(
-            self.graph, self._crosses, self.reads_low, written=written, splits_stacks=on_gpu
+            self.graph,
+            self._crosses,
+            self.reads_low,
+            materialized=materialized,
+            splits_stacks=on_gpu,
         )
         self._why_not_stored = dict[int, str]()
         self._rounded, self._crossing = set[int](), set[int]()
@@ -269,9 +279,9 @@ class _Assignment:
         stored = tuple(None if values is None else self.low for values in defines)
         why = decision.reason.plus(reasons.STORED, self.low, self._what_is_saved(rounded[0]))
         # The pieces of a loop's state are rounded, and the loop's border keeps the rounding.
-        is_written = any(row in values.written for values in rounded)
-        is_written = is_written and row not in self.classes.put_together
-        is_kept = is_written and decision.action is Action.KEEP
+        is_materialized = any(row in values.materialized for values in rounded)
+        is_materialized = is_materialized and row not in self.classes.put_together
+        is_kept = is_materialized and decision.action is Action.KEEP
         if (is_kept and not only_picks(self.graph, row)) or decision.action is Action.ENTER:
             return dataclasses.replace(
                 decision,

@@ -40,7 +40,7 @@ class Buffer:
         nbytes: the bytes of all values that are stored there in one run, in float32.
         times: how many values these are.
         kind: "stacked" and "sliced" by a loop, its "carry", "kept" by the forward pass for the
-            backward pass, or "written" by a fusion, for all equations that read it.
+            backward pass, or "materialized" by a fusion, for all equations that read it.
     """
 
     nbytes: float
@@ -65,7 +65,7 @@ class StorageClass:
         is_input: whether one of them is an argument of the program, or of a call whose operands
             keep their dtypes.
         is_output: whether one of them is a result of the program or of such a call.
-        written: the rows whose results a fusion writes (`written_by_fusions`).
+        materialized: the rows whose results a fusion writes (`materialized_by_fusions`).
     """
 
     defined: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -77,7 +77,7 @@ class StorageClass:
     crossed: set[int] = dataclasses.field(default_factory=set)
     is_input: bool = False
     is_output: bool = False
-    written: set[int] = dataclasses.field(default_factory=set)
+    materialized: set[int] = dataclasses.field(default_factory=set)
 
 
 class StorageClasses:
@@ -87,7 +87,7 @@ class StorageClasses:
         graph: the program.
         crosses: whether values may cross the borders of a row's bodies on 16 bits.
         reads_low: the rows that read their first two operands on 16 bits.
-        written: the rows whose results a fusion writes, so that each result becomes a class.
+        materialized: the rows whose results a fusion writes, so that each result becomes a class.
         splits_stacks: whether a loop may stack its state in another format than it keeps it in.
 
     Attributes:
@@ -104,14 +104,14 @@ class StorageClasses:
         crosses: Callable[[int], bool],
         reads_low: Collection[int],
         *,
-        written: Collection[int] = (),
+        materialized: Collection[int] = (),
         splits_stacks: bool = False,
     ) -> None:
         self.graph = graph
         self.reads_low = reads_low
         self._parents: dict[Key, Key] = {}
-        self._written = written
-        for row in written:
+        self._materialized = materialized
+        for row in materialized:
             key = int(graph.body[row]), graph.eqns[row].outvars[0]
             self._join(key, key)
         self.crossed = {row for row in graph.children if crosses(row)}
@@ -315,11 +315,11 @@ class StorageClasses:
                 if (body, eqn.outvars[k]) in kept:
                     size = nbytes(eqn.outvars[k].aval) * node.calls
                     values.places.append(Buffer(size, node.calls, "kept"))
-            if row in self._written:
+            if row in self._materialized:
                 values = class_of[eqn.outvars[0]]
                 size = nbytes(eqn.outvars[0].aval) * node.calls
-                values.places.append(Buffer(size, node.calls, "written"))
-                values.written.add(row)
+                values.places.append(Buffer(size, node.calls, "materialized"))
+                values.materialized.add(row)
 
     def _note_readers(self, row: int, body: int, reads: list[tuple[int, StorageClass]]) -> None:
         low, eqn = row in self.reads_low, self.graph.eqns[row]

@@ -20,8 +20,8 @@ from precpass.analysis.ranges import ValueRange
 from precpass.analysis.sizes import nbytes
 from precpass.planner.guards import why_out_of_range
 from precpass.planner.storage.facts import StorageFacts
+from precpass.planner.storage.materialized import maker_of
 from precpass.planner.storage.value_classes import StorageClass
-from precpass.planner.storage.written import maker_of
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 
@@ -70,7 +70,7 @@ def may_be_computed_again(program: StorageFacts, values: StorageClass) -> str | 
     The value is then never in memory, and rounding it gains nothing. The same holds for a stack
     that the user's program makes, unless a derivative reads it. A GPU's fusions write a selection.
     """
-    if values.low_readers or values.written or _is_made_by_products(program, values):
+    if values.low_readers or values.materialized or _is_made_by_products(program, values):
         return None
     is_only_kept = {place.kind for place in values.places} == {"kept"}
     read = [(body, row) for body, rows in values.wide_readers.items() for row in rows]
@@ -90,7 +90,7 @@ def has_all_digits(program: StorageFacts, values: StorageClass) -> str | None:
     results = (program.graph.eqns[row].outvars[k] for row, k in values.defined)
     follows = all(v in following for v in results)
     # What products decide alone, and do not give, is a choice of exact numbers.
-    for row in values.written:
+    for row in values.materialized:
         eqn = program.graph.eqns[row]
         numbers = [v for v in eqn.invars if ir.precision_of(v.aval) is not None]
         known = [not ir.is_literal(v) and v in following for v in numbers]
@@ -124,7 +124,7 @@ def is_added_to(program: StorageFacts, values: StorageClass) -> str | None:
     if not any(_adds_arrays(program, row) for row, _ in values.defined):
         return None
     eqns = program.graph.eqns
-    counts_later = any(_adds(program, eqns[row]) for row in values.written)
+    counts_later = any(_adds(program, eqns[row]) for row in values.materialized)
     for body, rows in values.wide_readers.items():
         for row in rows:
             is_later = program.is_backward(body, row)
@@ -202,7 +202,7 @@ def is_made_elsewhere(program: StorageFacts, values: StorageClass) -> str | None
     for row, k in values.defined:
         if (row, k) in program.classes.stacked_states:
             continue  # It is rounded where the loop stacks it, and not by an equation in the loop.
-        is_inside = row in program.graph.children and row not in values.written
+        is_inside = row in program.graph.children and row not in values.materialized
         if is_inside:
             return "is the result of an inner function or a loop"
         if program.in_sampler(row):
@@ -225,7 +225,7 @@ def exceeds_range(program: StorageFacts, values: StorageClass) -> str | None:
         for known in (facts.range_of(v) for v in (eqn.outvars[k], *picked) for facts in all_facts):
             if known.random:
                 return "follows random bits"
-            is_clipped = row in values.written and row not in program.classes.put_together
+            is_clipped = row in values.materialized and row not in program.classes.put_together
             if is_clipped and program.constants_beyond(row):
                 known = _within(known, program.low)
             if reason := why_out_of_range(_as_a_whole(known), program.low):
@@ -282,10 +282,10 @@ def is_read_where_nothing_is_rounded(program: StorageFacts, values: StorageClass
 
 def is_read_exactly(program: StorageFacts, values: StorageClass) -> str | None:
     """A reader needs digits that the low format does not have."""
-    written = [(row, 0) for row in values.written - program.classes.put_together]
-    written += program.classes.stacked_states.intersection(values.defined)
+    materialized = [(row, 0) for row in values.materialized - program.classes.put_together]
+    materialized += program.classes.stacked_states.intersection(values.defined)
     later = _READ_LATER | (0 if program.reads_stacks else Digits.STACKED)
-    read = program.digits_read(values.defined) & _READ | program.digits_read(written) & later
+    read = program.digits_read(values.defined) & _READ | program.digits_read(materialized) & later
     return next((why for digit, why in _WHY.items() if read & digit), None)
 
 

@@ -26,10 +26,10 @@ from precpass.analysis.idioms import Idioms
 from precpass.planner.storage.readers import Readers
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["maker_of", "only_picks", "recomputed_on_tpu", "written_by_fusions"]
+__all__ = ["maker_of", "materialized_by_fusions", "only_picks", "recomputed_on_tpu"]
 
 
-def written_by_fusions(
+def materialized_by_fusions(
     graph: Graph, readers: Readers, idioms: Idioms, *, on_tpu: bool = False
 ) -> frozenset[int]:
     """The rows of equations, mostly elementwise, whose float32 results a fusion writes to memory.
