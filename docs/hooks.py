@@ -19,6 +19,15 @@ VERSION = "<!-- version -->"
 FILE = re.compile(r"^<!-- file: (\S+) -->$", re.MULTILINE)
 SECTION = re.compile(r"^<!-- readme: (.+) -->$", re.MULTILINE)
 CHANGELOG = "changelog.md"
+SAME_NAME = "::: precpass.numerics.least_squares\n"
+FUNCTION = """\
+::: precpass.numerics.least_squares.least_squares
+    options:
+      heading: precpass.numerics.least_squares
+      toc_label: least_squares
+"""
+"""For the function, which mkdocstrings would take for the module with the same name."""
+FIGURE = re.compile(r"<td>(?=[-+\d./e%]*\d[-+\d./e%]*</td>)")
 
 
 def templates() -> dict[DecidedBy, list[Template]]:
@@ -75,4 +84,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"```python\n{text}```"
 
     markdown = SECTION.sub(section, FILE.sub(block, markdown)).replace(VERSION, __version__)
+    markdown = markdown.replace(SAME_NAME, FUNCTION)
     return markdown.replace(PLACE, tables()) if PLACE in markdown else markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """MkDocs calls it with each page's HTML: figures such as 9.9e-02 are not broken at a hyphen."""
+    return FIGURE.sub('<td class="figure">', html)

@@ -110,9 +110,15 @@ class Ladder:
         log: the first switches, a dict of arrays: the `step` after which it happened, the new rung
             `to`, `why` (1 stalled, 2 at its roundoff, 3 not finite, 4 easy progress, 5 negative, 6
             the method ended) and the `measure`.
-        reference, waited, easy, needed: the best measure at the beginning of the present wait, the
-            steps since then, the easy steps in a row, and how many of them lower the rung.
-        rungs, tol, patience, factor, lower_after: as given to `create`.
+        reference: the best measure at the beginning of the present wait.
+        waited: the steps since then.
+        easy: the easy steps in a row.
+        needed: how many easy steps lower the rung.
+        rungs: as given to `create`.
+        tol: as given to `create`.
+        patience: as given to `create`.
+        factor: as given to `create`.
+        lower_after: as given to `create`.
 
     Examples:
         >>> from jax import lax

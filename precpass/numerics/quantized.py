@@ -15,6 +15,7 @@ from jax import lax
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.api import inspect, mixed_of
+from precpass.jaxpr import QuantizedArray
 from precpass.jit.nnx import is_node
 from precpass.jit.staged import AtArguments
 from precpass.plan.plan import Plan
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["QuantizedArray", "quantized"]
 
 P = ParamSpec("P")
-
-QuantizedArray = ir.QuantizedArray
 
 
 def quantized(

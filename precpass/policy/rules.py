@@ -25,9 +25,13 @@ class EqnView:
         kind: its `OpKind`.
         scope: the name scopes around it, outermost first, joined by "/", without the marks of jvp,
             transpose, vmap and remat.
-        file, function, line: your source line; "" and 0 where unknown.
-        shapes, dtypes: of the operands.
-        out_shapes, out_dtypes: of the results.
+        file: the file of your source line; "" if unknown.
+        function: the function of that line; "" if unknown.
+        line: the number of that line; 0 if unknown.
+        shapes: the shapes of the operands.
+        dtypes: the dtypes of the operands.
+        out_shapes: the shapes of the results.
+        out_dtypes: the dtypes of the results.
         params: the equation's parameters.
         flops: the floating-point operations of one execution.
     """

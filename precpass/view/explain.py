@@ -163,7 +163,8 @@ class Explanation:
         unmatched: the rules that matched no equation.
         notes: the plan's warnings.
         advice: suggestions from the dataflow graph, each with the number of equations it affects.
-        compiled, not_compiled: as in `Inspection`.
+        compiled: as in `Inspection`.
+        not_compiled: as in `Inspection`.
     """
 
     name: str

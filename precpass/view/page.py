@@ -277,7 +277,7 @@ margin: 4px 0; }
 .precpass .sheet table { width: 100%; font-size: 12px; border-collapse: collapse; }
 .precpass .sheet tr { border-bottom: 1px solid var(--rule); background: none; }
 .precpass .sheet caption { padding: 6px 0 4px; text-align: left; }
-.precpass .sheet th, .precpass .sheet td { padding: 2px 6px 3px 4px; overflow-wrap: anywhere;
+.precpass .sheet th, .precpass .sheet td { padding: 2px 6px 3px 4px; overflow-wrap: break-word;
 text-align: left; vertical-align: top; white-space: normal; }
 .precpass .sheet .figure { text-align: right; overflow-wrap: normal; }
 .precpass .sheet td.figure span, .precpass .sheet td.part { white-space: nowrap; }

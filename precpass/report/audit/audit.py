@@ -51,8 +51,10 @@ class Finding:
             line of the call, or no line if there are several calls.
         scope: the name stack, without the names of the outermost jits.
         operation: the JAX primitive.
-        planned, compiled: the types as HLO writes them, with sizes.
-        planned_dtype, compiled_dtype: the formats that differ, "bf16" or "f32".
+        planned: the planned type as HLO writes it, with sizes.
+        compiled: the compiled type as HLO writes it, with sizes.
+        planned_dtype: the planned format, such as "bf16".
+        compiled_dtype: the compiled format, such as "f32".
         why: the consequence.
         site: where you find it: the path of the flax or equinox module, and the line that calls it.
         reason: the plan's reason for this line's equation; "" if the plan has none (for an

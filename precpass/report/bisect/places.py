@@ -25,7 +25,9 @@ class Place:
 
     Attributes:
         scope: the name scopes around it, without the marks of transforms.
-        file, function, line: the user's line; "" and 0 if JAX recorded none.
+        file: the file of the user's line; "" if JAX recorded none.
+        function: the function of that line; "" if JAX recorded none.
+        line: the number of that line; 0 if JAX recorded none.
         primitives: the names of its equations, each with the number of equations.
     """
 

@@ -32,9 +32,9 @@ _FAINTEST = 0.12
 
 _LEGEND = {
     "low": "low precision",
-    "mixed": "some products low",
-    "wide": "wide",
-    "other": "no floating values",
+    "mixed": "mixed",
+    "wide": "float32 or wider",
+    "other": "no floats",
 }
 _LEGEND_WIDTH = sum(40 + 7.5 * len(text) for text in (*_LEGEND.values(), "casts"))
 _MEANING = (
