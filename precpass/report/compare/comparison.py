@@ -100,8 +100,6 @@ class Comparison:
             raise ValueError(f"{by} was not measured ({why})")
         return costs
 
-    # ------------------------------------------------------------ as data
-
     def to_dict(self) -> dict[str, Any]:
         """Return all figures, those of each leaf included, as JSON values.
 
@@ -153,8 +151,6 @@ class Comparison:
     def _title(self) -> str:
         against = f" against {REFERENCES[self.reference]}" if self.reference else ""
         return f"{self.function}{against}, {self.device}"
-
-    # ------------------------------------------------------------ as a picture
 
     def plot(self, x: str = "time", ax: Any = None) -> Any:
         """Plot cost against error on log scales, with the Pareto front drawn and named.
