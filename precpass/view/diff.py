@@ -140,8 +140,8 @@ def between(
         color: as for `Inspection.diff`.
 
     Returns:
-        One heading per source line, under it the equations that the plans treat differently, as
-        `first | second`, and the totals at the end.
+        The number of equations that differ, and one heading per source line, under it the equations
+        that the plans treat differently, as `first | second`.
 
     Raises:
         TypeError: for an argument that is not a plan.
@@ -152,7 +152,7 @@ def between(
         >>> from precpass import inspect
         >>> plans = [inspect(lambda x: x @ x, p)(jnp.ones((4, 4))).plan
         ...          for p in ("AutoMixedF16", "AutoMixedBf16")]
-        >>> print(between(*plans, color=False).splitlines()[-1])
+        >>> print(between(*plans, color=False).splitlines()[0])
         1 of 1 equations differ
     """
     for plan in (first, second):
@@ -171,7 +171,7 @@ def between(
     entered = sum(a.decision.action is Action.ENTER for a, _ in differing)
     said = f"{len(differing) - entered} of {total} equations differ"
     said += f", and {entered} that {are(entered)} entered" if entered else ""
-    return rendered([*lines, [(said, "")]], color)
+    return rendered([[(said, "")], *lines], color)
 
 
 def totals(plan: Plan, name: str, outputs: int = 0, device: str = "") -> str:

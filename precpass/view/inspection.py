@@ -106,8 +106,8 @@ class Inspection:
                 no result depends on.
 
         Returns:
-            One heading per source line, in order of execution, inside the loops, branches and
-            custom rules that it runs in; the totals at the end. A body that is called several times
+            The totals, and one heading per source line, in order of execution, inside the loops,
+            branches and custom rules that it runs in. A body that is called several times
             is listed once. A cast of a body's operand or result is listed with the equation in the
             body that reads or computes it.
 
@@ -118,7 +118,7 @@ class Inspection:
             >>> import jax.numpy as jnp
             >>> from precpass import inspect
             >>> found = inspect(lambda x: x @ x)(jnp.ones((4, 4)))
-            >>> print(found.diff(color=False).splitlines()[-1])
+            >>> print(found.diff(color=False).splitlines()[0])
             AutoMixedBf16: 1 of 1 equations lowered, 0 widened, 0 as written; 1 cast inserted
         """
         check_level(level)
@@ -131,6 +131,7 @@ class Inspection:
             )
         outputs = self._outputs()
         lines = [
+            [(totals(self.plan, self.policy_name, outputs.total(), self.device), "")],
             *diff_tree(self.plan, level).lines(),
             *(
                 [("outputs  ", "frame"), (f"{n} {what}: the policy's output", "cast")]
@@ -138,7 +139,6 @@ class Inspection:
             ),
             *([[("costs  ", "frame"), (self.plan.costs, "reason")]] if self.plan.costs else []),
             *compiled_lines(self.compiled, self.not_compiled),
-            [(totals(self.plan, self.policy_name, outputs.total(), self.device), "")],
         ]
         return rendered(lines, color)
 

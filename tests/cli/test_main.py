@@ -163,7 +163,7 @@ def test_diff_at_each_level_and_between_policies(model, capsys):
     assert change["compute"] == "bf16" and change["source"]["function"] == "loss"
     assert change["casts"] == ["f32 -> bf16[16,64] inserted", "f32 -> bf16[64,32] inserted"]
     status, out, _ = ran(capsys, "diff", *given, "--between", "AutoMixed")
-    assert status == 0 and out.endswith("1 of 5 equations differ\n")
+    assert status == 0 and out.startswith("1 of 5 equations differ\n")
     _, out, _ = ran(capsys, "diff", *given, "--color", "always")
     assert "\x1b[" in out
 

@@ -60,19 +60,19 @@ def test_a_pass_that_is_switched_off_differs_in_all_that_a_policy_changes(name):
         )
         n = crossed + cast
         entered = f", and {n} that {'is' if n == 1 else 'are'} entered" if n else ""
-        assert text.endswith(f"{changes - n} of {everything} equations differ{entered}")
+        assert text.splitlines()[0] == f"{changes - n} of {everything} equations differ{entered}"
 
 
 def test_what_both_policies_lower_is_told_apart_by_its_format():
     plans = [pp.inspect(scanned, p)(X, W).plan for p in ("AutoMixed", "AutoMixedBf16")]
     lines = pp.report.between(*plans).splitlines()
     assert sum("in f16, accumulated in f32 | in bf16, accumulated in f32" in x for x in lines) == 2
-    assert "1 operand is passed in 16 bits too (f16[8,8]), cast once outside | " in lines[1]
-    assert lines[2].startswith("scan, 3 trips")
-    assert lines[-1].endswith(", and 1 that is entered")
+    assert "1 operand is passed in 16 bits too (f16[8,8]), cast once outside | " in lines[2]
+    assert lines[3].startswith("scan, 3 trips")
+    assert lines[0].endswith(", and 1 that is entered")
     lines = pp.report.between(*plans, level="lines").splitlines()
-    assert lines[4].startswith("    dot_general: in f16")
-    assert lines[-1].startswith("2 of ")
+    assert lines[5].startswith("    dot_general: in f16")
+    assert lines[0].startswith("2 of ")
 
 
 def test_plans_of_two_programs_are_an_error():

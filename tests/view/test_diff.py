@@ -173,7 +173,7 @@ def assert_complete(found):
 def said(text):
     """The number of equations that a diff lists, and its casts by what happened to them."""
     total, counted = 0, Counter()
-    for line in text.splitlines()[:-1]:
+    for line in text.splitlines()[1:]:
         if not re.search(r"\](  \(\d+ times\))?$", line):
             continue
         times = re.search(r"\((\d+) times\)$", line)
@@ -227,7 +227,7 @@ def test_branches_and_rules_are_indented_under_theirs():
     text = pp.inspect(PROGRAMS["branches"])(X, W).diff()
     assert "cond, branch 0" in text and "cond, branch 1" in text
     text = pp.inspect(PROGRAMS["custom rule"])(X, W).diff()
-    assert text.startswith("custom_vjp_call")
+    assert text.splitlines()[1].startswith("custom_vjp_call")
 
 
 def test_a_cast_that_stands_elsewhere_is_moved():
@@ -239,11 +239,11 @@ def test_a_cast_that_stands_elsewhere_is_moved():
     assert_complete(found)
     first = fn.__code__.co_firstlineno
     why = "[AlwaysF32 computes in float32 what was written in 16 bits]"
-    lines = [line.strip() for line in found.diff().splitlines()]
+    totals, *lines = [line.strip() for line in found.diff().splitlines()]
     assert f":{first + 1} fn  low = x.astype(jnp.bfloat16)" in lines[0]
     assert lines[1].startswith("convert_element_type f32[8,8] -> bf16[8,8]: cast moved; cast ")
     assert "f32 -> bf16[8,8] moved" in lines[1] and lines[1].endswith(why)
-    assert lines[-1].endswith("; 1 cast moved, 1 cast removed")
+    assert totals.endswith("; 1 cast moved, 1 cast removed")
 
 
 def test_a_cast_that_is_made_again_in_its_place_is_no_change():
@@ -262,7 +262,7 @@ def test_a_cast_that_is_made_again_in_its_place_is_no_change():
     assert pp.report.between(found.plan, pp.inspect(low)(X, W).plan) == "0 of 4 equations differ"
     found = pp.inspect(wide_beside, policy)(X, W)
     assert_complete(found)
-    assert found.diff().endswith("2 widened, 3 as written; 1 cast removed")
+    assert found.diff().splitlines()[0].endswith("2 widened, 3 as written; 1 cast removed")
 
 
 def test_the_whole_text_of_a_small_program():
@@ -279,6 +279,7 @@ def test_the_whole_text_of_a_small_program():
     )
     scan = "return lax.scan(lambda c, _: (c @ w, None), h, length=3)[0]"
     text = f"""\
+AutoMixedBf16: 2 of 3 equations lowered, 0 widened, 1 as written; 3 casts inserted
 {file}:{line + 2} two  h = jnp.tanh(x @ w)
   {change}
 {file}:{line + 3} two  {scan}
@@ -286,8 +287,7 @@ def test_the_whole_text_of_a_small_program():
 outside  [entered]
 scan, 3 trips  {file}:{line + 3} two  {scan}
   {file}:{line + 3} <lambda>  {scan}
-    {change.replace(" (x2)", "")}
-AutoMixedBf16: 2 of 3 equations lowered, 0 widened, 1 as written; 3 casts inserted"""
+    {change.replace(" (x2)", "")}"""
     # the path is that from the folder of the run
     path = os.path.relpath(__file__)
     assert found.diff() == text.replace(file, path)
@@ -304,7 +304,7 @@ def test_one_line_per_source_line():
     # what of tanh is kept for the backward pass is another equation by JAX's version
     assert re.search(r"\w+ stays in f32, stored in bf16", per_line[0])
     assert re.match(
-        r"  scan: 2 operands are passed in 16 bits too \(bf16\[8,8\] \(x2\)\), cast", lines[1]
+        r"  scan: 2 operands are passed in 16 bits too \(bf16\[8,8\] \(x2\)\), cast", lines[2]
     )
 
 
@@ -318,10 +318,10 @@ def test_another_level_is_an_error():
 def test_the_policys_output_is_in_the_diff():
     found = pp.inspect(lambda x: x @ x, pp.AutoMixedBf16.with_output("f16"))(X)
     assert "outputs  1 f32 -> f16: the policy's output" in found.diff()
-    assert found.diff().endswith("; 2 casts inserted")
+    assert found.diff().splitlines()[0].endswith("; 2 casts inserted")
     plain = pp.inspect(lambda x: x @ x)(X)
     text = pp.report.between(plain.plan, found.plan)
-    assert text == "outputs  their own format | f16\n0 of 1 equations differ"
+    assert text == "0 of 1 equations differ\noutputs  their own format | f16"
     assert [a.dtype for a in found.after.out_avals] == [np.float16]
 
 

@@ -38,6 +38,9 @@ INNER = {
     "haiku": "net/feed_1/down",
 }
 
+FIRST = {"nnx": "blocks[i].attention.query", "haiku": "net/feed/up"}
+"""Where `explain` in brief, which names three places, does not reach the inner one."""
+
 
 def named(report: str, fn: Any, args: Any) -> str:
     with promoting(), warnings.catch_warnings():
@@ -60,7 +63,8 @@ def test_a_report_names_modules_and_the_lines_that_call_them(library, report):
     text = named(report, fn, args())
     if report == "audit" and "no finding" in text:
         pytest.skip("this processor multiplies float16")
-    assert INNER[library] in text and "tests/support/layered.py:" in text
+    inner = FIRST.get(library, INNER[library]) if report == "explain" else INNER[library]
+    assert inner in text and "tests/support/layered.py:" in text
     assert not any(file in text for file in ("linear.py:", "basic.py:", "flax/", "haiku/"))
 
 
@@ -118,7 +122,7 @@ def test_a_keras_layer_has_the_path_of_its_scopes_and_the_users_line(
             return jnp.tanh(keras.Dense("dense", x.T)(x))
 
     text = pp.inspect(lambda x: Block("block")(x))(X).diff("lines")
-    assert text.startswith("block/dense  tests/view/test_sites.py:")
+    assert text.splitlines()[1].startswith("block/dense  tests/view/test_sites.py:")
 
 
 @pytest.mark.parametrize("level", ["lines", "equations"])

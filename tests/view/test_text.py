@@ -41,7 +41,7 @@ def test_a_cell_is_named_by_its_number_wherever_a_line_is(in_a_notebook):
         str(pp.bisect(in_a_notebook, "AutoMixedBf16", 1e-6)(x, x)),
     ]
     assert not any("ipykernel" in text for text in texts)
-    assert texts[0].startswith("In[3]:3 model")
+    assert "\nIn[3]:3 model" in texts[0]
     assert "In[3]:3 model" in texts[5]
     assert "In[3]:3" in texts[3] and "In[3]:3" in texts[4]
 
@@ -74,9 +74,9 @@ def test_text_without_colours_needs_no_rich(monkeypatch: pytest.MonkeyPatch):
 
 def test_one_of_a_thing_is_no_plural():
     found = pp.inspect(lambda x: x @ jax.numpy.arange(8.0).astype("float32"))(f32(8, 8))
-    assert found.diff().endswith("; 2 casts inserted")
+    assert found.diff().splitlines()[0].endswith("; 2 casts inserted")
     one = pp.inspect(lambda x: x @ x)(f32(8, 8))
-    assert one.diff().endswith("; 1 cast inserted")
+    assert one.diff().splitlines()[0].endswith("; 1 cast inserted")
     assert "1 cast more than written" in one.explain().all
     assert "1 equation lowered" in repr(one.plan)
     assert "1 cast inserted" in one.draw().svg

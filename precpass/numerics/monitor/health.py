@@ -188,6 +188,9 @@ class Health:
             return page(as_html([[(repr(self), "")]]))
         return _health_page(self.name, self._calls(), self.seen())
 
+    def __str__(self) -> str:
+        return repr(self) if self._is_traced() else self.summary()
+
     def __repr__(self) -> str:
         if self._is_traced():
             return f"<Health of {self.name}: {counted(len(self.places), 'equation')}, traced>"
