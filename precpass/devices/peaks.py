@@ -69,6 +69,8 @@ class Peaks:
         sources: the sources of the figures.
         f8, int8: the same for operands of 8 bits; None if XLA widens them to 16 bits, so that no
             unit for 8 bits is used.
+        sums_last: whether these units take only operands whose contracted dimensions are the last
+            ones in memory.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Peaks:
     sources: tuple[Source, ...]
     f8: float | None = None
     int8: float | None = None
+    sums_last: bool = False
 
     def flops(self, name: str, asked: str = "default") -> float | None:
         """Return the FLOP/s of matrix products; None if nothing is published.
@@ -163,13 +166,14 @@ def _memory(title: str, date: str, url: str) -> Source:
 def _ampere(name: str, kind: str, bandwidth: float, memory: Source) -> Peaks:
     flops = 19.5e12, 19.5e12, 156e12, 312e12, 312e12
     sources = _AMPERE, memory
-    return Peaks(name, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, int8=624e12)
+    more = {"int8": 624e12, "sums_last": True}
+    return Peaks(name, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, **more)
 
 
 def _hopper(name: str, kind: str, bandwidth: float, memory: Source) -> Peaks:
     flops = 66.9e12, 66.9e12, 494.7e12, 989.4e12, 989.4e12
-    sources, eight = (_HOPPER, memory), 1978.9e12
-    return Peaks(name, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, eight, eight)
+    sources, eight = (_HOPPER, memory), (1978.9e12, 1978.9e12)
+    return Peaks(name, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, *eight, sums_last=True)
 
 
 def _tpu(

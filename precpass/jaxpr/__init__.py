@@ -80,6 +80,7 @@ from precpass.jaxpr.dots import (
     moves_whole as moves_whole,
     multiplied_in as multiplied_in,
     permutation as permutation,
+    reordered as reordered,
     transposes as transposes,
     with_operand as with_operand,
 )

@@ -57,8 +57,11 @@ def moves_whole(eqn: Eqn) -> bool:
 
 
 def reordered(aval: Aval, order: Sequence[int]) -> Any:
-    """An aval without a mesh with its dimensions in another order."""
-    return aval.update(shape=tuple(aval.shape[i] for i in order))
+    """An aval with its dimensions in another order."""
+    shape = tuple(aval.shape[i] for i in order)
+    if aval.sharding.mesh.empty:
+        return aval.update(shape=shape)
+    return aval.update(shape=shape, sharding=permuted(aval.sharding, order))
 
 
 def exchanged_order(eqn: Eqn) -> tuple[int, ...] | None:

@@ -75,6 +75,8 @@ class ProductForm(NamedTuple):
         scaled_cotangents: for each operand, whether the product for its cotangent is scaled.
         wide_outer: whether a cotangent that is an outer product, and so sums over one term, is
             computed in float32. A preset leaves such products in float32.
+        summed_last: whether a scaled product and those for its cotangents read operands whose
+            contracted dimensions are the last ones.
     """
 
     exchanged: bool = False
@@ -85,6 +87,7 @@ class ProductForm(NamedTuple):
     not_scaled: Precision | None = None
     scaled_cotangents: tuple[bool, bool] = (True, True)
     wide_outer: bool = False
+    summed_last: bool = False
 
 
 AS_WRITTEN = ProductForm()

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Numbers", "Transposed", "batched", "kept", "transposed", "untransposed"]
+__all__ = [
+    "Numbers",
+    "Transposed",
+    "batched",
+    "kept",
+    "summed_last",
+    "transposed",
+    "untransposed",
+    "with_summed_last",
+]
 
 Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 """((contracted dimensions of the left, of the right operand), (batch dimensions of both))."""
@@ -28,6 +37,19 @@ class Transposed(NamedTuple):
 def kept(ndim: int, summed: Sequence[int], batch: Sequence[int]) -> list[int]:
     """The dimensions of an operand that are neither contracted nor batch dimensions."""
     return [d for d in range(ndim) if d not in summed and d not in batch]
+
+
+def summed_last(ndim: int, summed: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
+    """The order that puts an operand's contracted dimensions last; () if they are."""
+    order = (*batch, *kept(ndim, summed, batch), *summed)
+    return () if order == tuple(range(ndim)) else order
+
+
+def with_summed_last(numbers: Numbers, ndims: Sequence[int]) -> Numbers:
+    """The dimension numbers of a dot of operands in the order of `summed_last`."""
+    summed, batch = (len(pair[0]) for pair in numbers)
+    lhs, rhs = (tuple(range(ndim - summed, ndim)) for ndim in ndims)
+    return (lhs, rhs), (tuple(range(batch)), tuple(range(batch)))
 
 
 def transposed(numbers: Numbers, ndims: Sequence[int], side: int) -> Transposed:

@@ -44,7 +44,9 @@ class EightBits:
             return quantized_copy(self.build, read, rounding)
         key, asked = (atom, rounding), (rounding.precision, rounding.summed)
         if key not in self._copies and (given := self.given(atom, *asked)):
-            self._copies[key] = [self.build.detach(given[0]), given[1]]
+            order, build = rounding.order, self.build
+            given = [build.transpose(x, order) if order and x.aval.ndim else x for x in given]
+            self._copies[key] = [build.detach(given[0]), given[1]]
         if key not in self._copies:
             self._copies[key] = quantized_copy(self.build, read, rounding)
         return self._copies[key]

@@ -60,6 +60,7 @@ class Bilinear(ir.Form):
         scaled_cotangents: for each operand the format of the scaled product of a cotangent and the
             other operand, which makes its cotangent; None for a product of 16 bits.
         wide_outer: as in `ProductForm`.
+        summed_last: as in `ProductForm`.
     """
 
     primitive: Any
@@ -76,6 +77,7 @@ class Bilinear(ir.Form):
     scaled: Precision | None = None
     scaled_cotangents: tuple[Precision | None, Precision | None] = (None, None)
     wide_outer: bool = False
+    summed_last: bool = False
 
     def __str__(self) -> str:
         return f"{self.primitive.name} in {self.scaled or self.low.name}"
@@ -361,7 +363,8 @@ def evaluated_with_carrier(
             made already.
     """
     if form.scaled is not None:
-        rounded_by = roundings(form.scaled, form.numbers)
+        ndims = [x.aval.ndim for x in operands[:2]]
+        rounded_by = roundings(form.scaled, form.numbers, ndims, is_last=form.summed_last)
         pairs = [
             made or quantized_copy(build, x, rounding)
             for x, rounding, made in zip(operands[:2], rounded_by, rounded, strict=True)
@@ -393,7 +396,8 @@ def scaled_with_carrier(
     assert form.scaled is not None
     lhs, rhs, *rest = operands
     dtype = form.low if form.rounds else form.dtype
-    out = scaled_product(build, form.primitive, form.items, pairs, dtype, aval)
+    is_last = form.summed_last
+    out = scaled_product(build, form.primitive, form.items, pairs, dtype, aval, is_last=is_last)
     if dtype != form.dtype:
         out = build.convert(out, form.dtype)
     return build.carry(form, build.detach(out), lhs, rhs, rest)

@@ -28,7 +28,9 @@ def lowered(
     scaled: Precision | None = None,
     scaled_cotangents: tuple[Precision | None, Precision | None] = (None, None),
     wide_outer: bool = False,
+    summed_last: bool = False,
     quantized_operands: Sequence[Sequence[Any]] = (),
+    quantized_for_cotangents: Sequence[Sequence[Any]] = (),
 ) -> Any:
     """A bilinear equation evaluated in low precision.
 
@@ -44,7 +46,10 @@ def lowered(
         scaled: the format of a scaled product.
         scaled_cotangents: as in `Bilinear`.
         wide_outer: as in `ProductForm`.
+        summed_last: as in `ProductForm`.
         quantized_operands: the two operands of a scaled product, each in 8 bits with its scale.
+        quantized_for_cotangents: the same, as the product for the other operand's cotangent reads
+            it; () where no such product is scaled.
 
     Returns:
         The product, differentiable to any order in forward and reverse mode.
@@ -61,13 +66,12 @@ def lowered(
         scaled=scaled,
         scaled_cotangents=scaled_cotangents,
         wide_outer=wide_outer,
+        summed_last=summed_last,
     )
     if scaled is not None:
-        # Each operand's 8 bits make the other one's cotangent, too.
-        of_lhs, of_rhs = (precision is not None for precision in scaled_cotangents)
-        form = dataclasses.replace(form, rounded=(of_rhs, of_lhs))
-        pairs = zip(form.rounded, quantized_operands, strict=True)
-        shared = [x for is_shared, pair in pairs if is_shared for x in pair]
+        of_lhs, of_rhs = map(bool, quantized_for_cotangents)
+        form = dataclasses.replace(form, rounded=(of_lhs, of_rhs))
+        shared = [x for pair in quantized_for_cotangents for x in pair]
         every = [*operands, *shared, *low_operands]
         return scaled_with_carrier(build, form, quantized_operands, every, eqn.outvars[0].aval)
     aval = ir.with_dtype(eqn.outvars[0].aval, form.sums_in)

@@ -15,10 +15,11 @@ import jax
 
 from precpass import jaxpr as ir
 from precpass.plan.borders import Border, BorderCopy
-from precpass.plan.plan import Action, Decision, Plan
+from precpass.plan.plan import Action, Decision, Plan, ProductForm
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.scopes import join_scopes
+from precpass.rewrite.dot_numbers import kept
 from precpass.rewrite.env import Env, border_avals, crossing_aval
 from precpass.rewrite.float64_spans import Float64Span, float64_spans, from_bits, to_bits
 from precpass.rewrite.low_equation import low_results, put_together_low
@@ -371,6 +372,7 @@ def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
     eqn = env.without_transposes(eqn, decision.compute)
     operands = [env.read(v) for v in eqn.invars]
     low = [env.low_copy(v, decision.compute) for v in eqn.invars[:2]]
+    pairs, saved = _quantized(env, eqn, form, backward) if form.scaled else ((), ())
     return lowered(
         env.build,
         eqn,
@@ -383,13 +385,27 @@ def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
         scaled=form.scaled,
         scaled_cotangents=(backward[0], backward[1]),
         wide_outer=form.wide_outer,
-        quantized_operands=_quantized(env, eqn, form.scaled) if form.scaled else (),
+        summed_last=form.summed_last,
+        quantized_operands=pairs,
+        quantized_for_cotangents=saved,
     )
 
 
-def _quantized(env: Env, eqn: ir.Eqn, scaled: Precision) -> list[Any]:
-    each = roundings(scaled, ir.dot_numbers(eqn))
-    return [env.quantized_copy(v, rounding) for v, rounding in zip(eqn.invars, each, strict=True)]
+def _quantized(
+    env: Env, eqn: ir.Eqn, form: ProductForm, backward: Sequence[Precision | None]
+) -> tuple[list[Any], list[Any]]:
+    """The operands in 8 bits, as the product and as those for the cotangents read them."""
+    assert form.scaled is not None
+    numbers, ndims = ir.dot_numbers(eqn), [v.aval.ndim for v in eqn.invars]
+    dims = zip(ndims, *numbers, strict=True)
+    behind = tuple(kept(ndim, summed, batch) for ndim, summed, batch in dims), numbers[1]
+    forward, saved = (
+        roundings(form.scaled, each, ndims, is_last=form.summed_last) for each in (numbers, behind)
+    )
+    copies = [env.quantized_copy(v, r) for v, r in zip(eqn.invars, forward, strict=True)]
+    # An operand's 8 bits make the other one's cotangent.
+    readers = zip(eqn.invars, saved, backward[::-1], strict=True)
+    return copies, [env.quantized_copy(v, r) if reader else () for v, r, reader in readers]
 
 
 def _wide(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:

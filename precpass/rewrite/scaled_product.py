@@ -9,6 +9,12 @@ their own, so it has one scale for a whole array, a power of two, by which nothi
 
 What is not finite makes its scale so, and thereby every result that the scale is a factor of.
 Values that are all zero have the scale one.
+
+The kernels of some devices multiply 8 bits only if the contracted dimensions of both operands are
+the last ones in memory (`summed_last`). XLA would transpose the values of float8 in a kernel of its
+own, where the backward pass reads another order than the forward pass. So each order is a copy that
+is transposed before it is rounded. A barrier on its scale keeps XLA from making one copy of the
+other, and both are the results of one kernel. int8 is read in the forward pass alone.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from jax import lax
 from precpass import jaxpr as ir
 from precpass.policy.precision import Precision
 from precpass.rewrite.cpu_kernels import runnable
-from precpass.rewrite.dot_numbers import Numbers, kept
+from precpass.rewrite.dot_numbers import Numbers, kept, summed_last, with_summed_last
 from precpass.rewrite.scales import SMALLEST, power_of_two_scale, result_dims, spread
 
 __all__ = [
@@ -37,14 +43,25 @@ __all__ = [
 ]
 
 
-def roundings(precision: Precision, numbers: Numbers) -> list[Rounding]:
+def roundings(
+    precision: Precision, numbers: Numbers, ndims: Sequence[int], *, is_last: bool
+) -> list[Rounding]:
     """How each operand of a dot is rounded.
 
     Args:
         precision: of the scaled product.
         numbers: the dot's dimension numbers.
+        ndims: the rank of each operand.
+        is_last: whether contracted dimensions are to be the last ones.
     """
-    return [Rounding(precision, tuple(dims) if precision.by_row else ()) for dims in numbers[0]]
+    return [
+        Rounding(
+            precision,
+            tuple(summed) if precision.by_row else (),
+            summed_last(ndim, summed, batch) if is_last else (),
+        )
+        for ndim, summed, batch in zip(ndims, *numbers, strict=True)
+    ]
 
 
 def scaled_product(
@@ -54,6 +71,8 @@ def scaled_product(
     pairs: Sequence[Sequence[Any]],
     dtype: np.dtype[Any],
     aval: ir.Aval = None,
+    *,
+    is_last: bool = False,
 ) -> Any:
     """The product of two operands in 8 bits, times their scales.
 
@@ -64,9 +83,12 @@ def scaled_product(
         pairs: its operands in 8 bits, each with its scale.
         dtype: that of the result.
         aval: the aval of the result, in any dtype; a `Direct` needs none.
+        is_last: whether the operands in 8 bits are in the order of `summed_last`.
     """
     (lhs, of_lhs), (rhs, of_rhs) = pairs
     numbers = dict(items)["dimension_numbers"]
+    if is_last:
+        numbers = with_summed_last(numbers, (lhs.aval.ndim, rhs.aval.ndim))
     # XLA takes int8 products with a float32 result for slow ones on every platform.
     is_int8 = lhs.aval.dtype == np.int8
     sums_in = np.dtype(np.int32 if is_int8 else np.float32)
@@ -74,7 +96,8 @@ def scaled_product(
         # A product by powers of two rounds nothing, so the kernel may round before it.
         sums_in = dtype
     pair, params = runnable(build, numbers, [lhs, rhs]) if is_int8 else ([lhs, rhs], {})
-    params = {**dict(items), **params, "preferred_element_type": sums_in, "precision": None}
+    asked = {"preferred_element_type": sums_in, "precision": None}
+    params = {**dict(items), "dimension_numbers": numbers, **params, **asked}
     sums = build.emit(primitive, pair, params, aval and ir.with_dtype(aval, sums_in))
 
     scaled = _Scaled(_hashable(numbers), dtype)
@@ -89,28 +112,32 @@ class Rounding:
     Attributes:
         precision: the format.
         summed: the dimensions along which it has one scale; () for all.
+        order: the order of the dimensions of the values in 8 bits; () for that of the array.
     """
 
     precision: Precision
     summed: tuple[int, ...]
+    order: tuple[int, ...] = ()
 
     def __call__(self, *arrays: Any, platform: str) -> list[Any]:
         """The array in 8 bits and its scale, as `ir.Arithmetic` says."""
         (x,) = arrays
-        return in_eight_bits(x, self.precision, self.summed, on_cpu=platform == "cpu")
+        return in_eight_bits(x, self.precision, self.summed, self.order, on_cpu=platform == "cpu")
 
     def avals(self, *operands: ir.Aval) -> list[ir.Aval]:
         """As `ir.Arithmetic` says."""
         (x,) = operands
-        shape = [1 if d in self.summed else size for d, size in enumerate(x.shape)]
+        order = self.order or tuple(range(x.ndim))
+        moved = ir.reordered(x, order) if self.order else x
+        shape = [1 if d in self.summed else x.shape[d] for d in order]
         return [
-            x.update(dtype=self.precision.dtype, weak_type=False),
-            ir.with_sizes(x, shape if self.summed else (), np.dtype(np.float32)),
+            moved.update(dtype=self.precision.dtype, weak_type=False),
+            ir.with_sizes(moved, shape if self.summed else (), np.dtype(np.float32)),
         ]
 
     def __str__(self) -> str:
         along = f" with a scale along {self.summed}" if self.summed else ""
-        return f"to {self.precision}{along}"
+        return f"to {self.precision}{along}{f' in order {self.order}' if self.order else ''}"
 
 
 def as_bits(low: Any) -> Any:
@@ -151,7 +178,12 @@ class _Scaled:
 
 
 def in_eight_bits(
-    x: Any, precision: Precision, summed: Sequence[int], *, on_cpu: bool = True
+    x: Any,
+    precision: Precision,
+    summed: Sequence[int],
+    order: Sequence[int] = (),
+    *,
+    on_cpu: bool = True,
 ) -> list[Any]:
     """An operand in 8 bits, and its scale.
 
@@ -160,6 +192,7 @@ def in_eight_bits(
         precision: INT8 or F8E4M3.
         summed: the dimensions along which its numbers share a scale: those that are contracted,
             or () for all.
+        order: the order of the dimensions of both results, for float8; () for that of the array.
         on_cpu: whether XLA:CPU compiles it.
 
     Returns:
@@ -169,7 +202,11 @@ def in_eight_bits(
     wide = x if x.dtype == np.float32 else ir.convert(x, np.float32)
     if precision is Precision.INT8:
         return _as_int8(wide, summed, on_cpu)
-    scale = power_of_two_scale(_largest(wide, tuple(summed), on_cpu), precision.max)
+    largest = _largest(wide, tuple(summed), on_cpu)
+    if order:
+        largest = lax.optimization_barrier(largest)
+        wide, largest = (lax.transpose(a, order) if a.ndim else a for a in (wide, largest))
+    scale = power_of_two_scale(largest, precision.max)
     return [(wide * (np.float32(1.0) / scale)).astype(precision.dtype), scale]
 
 

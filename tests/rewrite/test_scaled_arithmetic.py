@@ -11,6 +11,8 @@ from jax.experimental import jet
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import precpass as pp
+from precpass.devices.detect import planned_for
+from precpass.devices.targets import target_of
 from tests.support.jaxprs import named
 from tests.support.values import normal_array, rel_error
 
@@ -127,7 +129,8 @@ def test_meshes_of_explicit_axes(precision, specs):
         out = jnp.einsum("ij,jk->ik", jnp.sin(x), w, out_sharding=of_result)
         return jnp.square(out).mean()
 
-    with jax.set_mesh(mesh):
+    # An H100 reads the operands of float8 in other orders.
+    with planned_for(target_of("h100")), jax.set_mesh(mesh):
         w, x = (jax.device_put(v, NamedSharding(mesh, s)) for v, s in ((W, of_w), (X, of_x)))
         want = jax.jit(jax.grad(loss, (0, 1)))(w, x)
         for gradient in (
