@@ -32,6 +32,7 @@ from precpass.jaxpr.bodies import (
     all_eqns_of as all_eqns_of,
     all_held_eqns as all_held_eqns,
     bodies as bodies,
+    called_alone as called_alone,
     hidden_jaxprs as hidden_jaxprs,
     is_array as is_array,
     is_ref as is_ref,

@@ -13,7 +13,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from precpass.jaxpr.hi_primitives import hi_body, hi_jaxprs, hi_name, with_hi_body
-from precpass.jaxpr.reading import in_avals, open_jaxpr
+from precpass.jaxpr.reading import in_avals, is_literal, open_jaxpr
 from precpass.jaxpr.types import Aval, Eqn, Jaxpr
 
 
@@ -48,6 +48,21 @@ class Body:
     def name(self) -> str:
         """Its place in the equation's params, such as "branches[1]"."""
         return self.param if self.index is None else f"{self.param}[{self.index}]"
+
+
+def called_alone(eqn: Eqn) -> Eqn | None:
+    """The only equation of a call, of the call's operands; None if the call has several."""
+    while found := bodies(eqn):
+        body = found[0]
+        opened = open_jaxpr(body.jaxpr)
+        given = {v: eqn.invars[i] for v, i in zip(opened.invars, body.operands, strict=True)}
+        if len(opened.eqns) != 1 or opened.eqns[0].outvars != list(opened.outvars):
+            return None
+        (only,) = opened.eqns
+        if any(not is_literal(v) and v not in given for v in only.invars):
+            return None
+        eqn = only.replace(invars=[v if is_literal(v) else given[v] for v in only.invars])
+    return eqn
 
 
 def _whole(param: str) -> Callable[[Any], tuple[Body, ...]]:

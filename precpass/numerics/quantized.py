@@ -24,7 +24,7 @@ from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.presets import AutoMixedInt8
 from precpass.policy.warned import PrecisionWarning, quietly
-from precpass.rewrite.scaled_product import in_eight_bits
+from precpass.rewrite.scaled_product import Rounding
 
 if TYPE_CHECKING:
     from precpass.view.inspection import Inspection
@@ -274,7 +274,8 @@ def _replaced(x: Any, reading: _Reading) -> QuantizedArray:
 
     def rounded(x: Any) -> list[Any]:
         is_whole = len(reading.shared) == x.ndim
-        values, scale = in_eight_bits(x, reading.precision, () if is_whole else reading.shared)
+        rounding = Rounding(reading.precision, () if is_whole else reading.shared)
+        values, scale = rounding(x, platform="cpu")
         # A scale with all dimensions can be stacked and sliced together with the values.
         made = values, scale if scale.ndim else lax.reshape(scale, (1,) * values.ndim)
         return [lax.transpose(a, order) if moved else a for a in made]

@@ -89,6 +89,14 @@ class ProductForm(NamedTuple):
     wide_outer: bool = False
     summed_last: bool = False
 
+    def with_sides_exchanged(self) -> ProductForm:
+        """The form of the product whose operands have been exchanged."""
+        return self._replace(
+            recast_in_backward=self.recast_in_backward[::-1],
+            low_cotangents=self.low_cotangents[::-1],
+            scaled_cotangents=self.scaled_cotangents[::-1],
+        )
+
 
 AS_WRITTEN = ProductForm()
 

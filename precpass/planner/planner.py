@@ -283,8 +283,10 @@ class Planner:
         if not against and is_derivative(self.graph.scope_in(body, eqn)):
             if scaled.is_forward_only:
                 against = "derivatives are in bf16"
-            elif self.policy.weight_gradients and not any(self._are_given(body, eqn)):
+            elif self._has_low_gradients(is_by_size) and not any(self._are_given(body, eqn)):
                 against = "it is the gradient of a weight"
+                if self.policy.weight_gradients is None:
+                    against += ': to lower it, add with_weight_gradients("f8e4m3")'
         if against:
             why = decision.reason.plus(reasons.NOT_SCALED, scaled, against)
             form = decision.product._replace(scaled=None, not_scaled=scaled)
@@ -293,11 +295,9 @@ class Planner:
             device = self._peaks or self._platform.upper()
             why = decision.reason.plus(reasons.RUNS_AS, scaled, device, "an emulation of it")
             decision = dataclasses.replace(decision, reason=why)
-        scaled_cotangents = self._scaled_cotangents(body, eqn, scaled)
+        scaled_cotangents = self._scaled_cotangents(body, eqn, scaled, is_by_size)
         sums_last = self._sums_last and not scaled.is_forward_only
-        form = decision.product._replace(
-            scaled_cotangents=scaled_cotangents, summed_last=sums_last
-        )
+        form = decision.product._replace(scaled_cotangents=scaled_cotangents, summed_last=sums_last)
         return dataclasses.replace(decision, product=form)
 
     def _is_emulated(self, scaled: Precision) -> bool:
@@ -310,11 +310,22 @@ class Planner:
         lhs, rhs = (is_given(self.graph, body, v) for v in eqn.invars)
         return lhs, rhs
 
-    def _scaled_cotangents(self, body: int, eqn: ir.Eqn, scaled: Precision) -> tuple[bool, bool]:
+    def _has_low_gradients(self, is_by_size: bool) -> bool:
+        """Whether the gradients of weights have 16 bits where other derivatives have 8.
+
+        Units that take only summed dimensions last need activations and cotangents in a second
+        order for them.
+        """
+        asked = self.policy.weight_gradients
+        return self._sums_last and is_by_size if asked is None else asked is Precision.BF16
+
+    def _scaled_cotangents(
+        self, body: int, eqn: ir.Eqn, scaled: Precision, is_by_size: bool
+    ) -> tuple[bool, bool]:
         """For each operand of a scaled product, whether its cotangent is one of 8 bits."""
         if scaled.is_forward_only:
             return False, False
-        if self.policy.weight_gradients is None:
+        if not self._has_low_gradients(is_by_size):
             return True, True
         # The cotangent of one operand is a product of the other one.
         lhs, rhs = self._are_given(body, eqn)

@@ -125,7 +125,8 @@ class PrecisionPolicy:
         parameters: the format in which you store parameters; `cast_to_param` casts to it. The pass
             itself never changes the dtype of an argument.
         weight_gradients: the format in which the gradients of weights are multiplied where other
-            derivatives multiply in float8: BF16, or None for float8 as well.
+            derivatives multiply in float8: BF16 or F8E4M3. None is BF16 on NVIDIA GPUs before
+            Blackwell, for products that no rule or region orders, and F8E4M3 elsewhere.
         alias: how reports print a policy that was given by another name, "AutoMixed (float16)" or
             "AutoMixedF8"; policies that differ only in it are equal.
     """
@@ -154,7 +155,7 @@ class PrecisionPolicy:
     )
     parameters: Precision = _option(Precision.F32, _FORMATS)
     weight_gradients: Precision | None = _option(
-        None, {Precision.BF16: "", None: "the format of the other products"}
+        None, {Precision.BF16: "", Precision.F8E4M3: "", None: "as the device is known to gain"}
     )
     alias: str = dataclasses.field(default="", compare=False)
 
@@ -260,7 +261,7 @@ class PrecisionPolicy:
         return dataclasses.replace(self, rules=(*rules, rule), alias="")
 
     def with_weight_gradients(self, precision: Precision | str | None) -> PrecisionPolicy:
-        """Return this policy with weight gradients in "bf16" instead of float8; None for float8."""
+        """Return this policy with weight gradients in "bf16" or "f8e4m3"; None to go by device."""
         return self._with("weight_gradients", precision)
 
     @property

@@ -17,7 +17,7 @@ from precpass.policy.primitives import OpKind, op
 from precpass.rewrite.copies import low_copy
 from precpass.rewrite.env import Env
 
-__all__ = ["low_results", "put_together_low"]
+__all__ = ["chosen_low", "low_results", "put_together_low"]
 
 
 def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
@@ -46,6 +46,24 @@ def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
         pairs = zip(args, eqn.invars, strict=True)
         args = [env.as_(x, ir.precision_of(v.aval)) for x, v in pairs]
     return [env.as_(x, low) for x in env.build.bind(eqn, args)]
+
+
+def chosen_low(env: Env, eqn: ir.Eqn, low: Precision) -> bool:
+    """Makes in a low format what a custom JVP alone chooses from its operands, as a relu does.
+
+    The same choice in float32 has the derivative. What rounds it would keep a GPU's compiler from
+    choosing in the kernel of a product.
+
+    Returns:
+        Whether the result was made so.
+    """
+    chosen = ir.called_alone(eqn)
+    if chosen is None or not op(chosen.primitive.name).chooses:
+        return False
+    (result,) = env.build.bind(chosen, [env.read_as(v, low) for v in chosen.invars])
+    env.low_copies[eqn.outvars[0], low] = env.build.detach(result)
+    env.round(eqn.outvars[0], low)
+    return True
 
 
 def put_together_low(env: Env, eqn: ir.Eqn, low: Precision) -> bool:

@@ -2,77 +2,71 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from precpass import jaxpr as ir
+from precpass.plan.plan import ProductForm
 from precpass.policy.precision import Precision
+from precpass.rewrite.dot_numbers import kept
+from precpass.rewrite.env import Env
 from precpass.rewrite.low_product import Bilinear, evaluated_with_carrier, scaled_with_carrier
+from precpass.rewrite.scaled_product import roundings
 
 __all__ = ["lowered"]
 
 
-def lowered(
-    build: ir.Builder,
-    eqn: ir.Eqn,
-    low_operands: Sequence[Any],
-    operands: Sequence[Any],
-    dtype: np.dtype[Any],
-    recast: tuple[bool, bool] = (False, False),
-    *,
-    low_result: bool = False,
-    low_cotangents: tuple[bool, bool] = (False, False),
-    scaled: Precision | None = None,
-    scaled_cotangents: tuple[Precision | None, Precision | None] = (None, None),
-    wide_outer: bool = False,
-    summed_last: bool = False,
-    quantized_operands: Sequence[Sequence[Any]] = (),
-    quantized_for_cotangents: Sequence[Sequence[Any]] = (),
-) -> Any:
+def lowered(env: Env, eqn: ir.Eqn, low: Precision, form: ProductForm) -> Any:
     """A bilinear equation evaluated in low precision.
 
     Args:
-        build: where its equations are added.
+        env: the values that it reads.
         eqn: a `dot_general`, `ragged_dot_general` or `conv_general_dilated` equation.
-        low_operands: its two data operands in the low format, from `low_copy`.
-        operands: all its operands in the original dtypes.
-        dtype: the dtype of the result. A dot with a float32 result is not rounded.
-        recast: as in `Bilinear`.
-        low_result: whether the kernel rounds the result to the low format.
-        low_cotangents: as in `ProductForm`.
-        scaled: the format of a scaled product.
-        scaled_cotangents: as in `Bilinear`.
-        wide_outer: as in `ProductForm`.
-        summed_last: as in `ProductForm`.
-        quantized_operands: the two operands of a scaled product, each in 8 bits with its scale.
-        quantized_for_cotangents: the same, as the product for the other operand's cotangent reads
-            it; () where no such product is scaled.
+        low: the format of its operands, or of what surrounds a scaled product.
+        form: how it is evaluated.
 
     Returns:
         The product, differentiable to any order in forward and reverse mode.
     """
-    form = Bilinear(
+    if form.exchanged:
+        eqn, form = ir.exchanged(eqn), form.with_sides_exchanged()
+    eqn = env.without_transposes(eqn, low)
+    operands = [env.read(v) for v in eqn.invars]
+    low_operands = [env.low_copy(v, low) for v in eqn.invars[:2]]
+    (of_lhs, of_rhs), scaled = form.scaled_cotangents, form.scaled
+    bilinear = Bilinear(
         eqn.primitive,
         ir.sorted_params(eqn),
         low_operands[0].aval.dtype,
-        dtype,
-        recast=recast,
+        eqn.outvars[0].aval.dtype,
+        recast=form.recast_in_backward,
         copied=True,
-        rounds=low_result,
-        low_cotangents=low_cotangents,
+        rounds=form.low_result,
+        low_cotangents=form.low_cotangents,
+        # An operand's 8 bits make the other one's cotangent.
+        rounded=(of_rhs, of_lhs) if scaled else (False, False),
         scaled=scaled,
-        scaled_cotangents=scaled_cotangents,
-        wide_outer=wide_outer,
-        summed_last=summed_last,
+        scaled_cotangents=(scaled if of_lhs else None, scaled if of_rhs else None),
+        wide_outer=form.wide_outer,
+        summed_last=form.summed_last,
     )
     if scaled is not None:
-        of_lhs, of_rhs = map(bool, quantized_for_cotangents)
-        form = dataclasses.replace(form, rounded=(of_lhs, of_rhs))
-        shared = [x for pair in quantized_for_cotangents for x in pair]
-        every = [*operands, *shared, *low_operands]
-        return scaled_with_carrier(build, form, quantized_operands, every, eqn.outvars[0].aval)
-    aval = ir.with_dtype(eqn.outvars[0].aval, form.sums_in)
-    return evaluated_with_carrier(build, form, low_operands, [*operands, *low_operands], aval)
+        pairs, saved = _quantized(env, eqn, bilinear)
+        every = [*operands, *saved, *low_operands]
+        return scaled_with_carrier(env.build, bilinear, pairs, every, eqn.outvars[0].aval)
+    aval = ir.with_dtype(eqn.outvars[0].aval, bilinear.sums_in)
+    every = [*operands, *low_operands]
+    return evaluated_with_carrier(env.build, bilinear, low_operands, every, aval)
+
+
+def _quantized(env: Env, eqn: ir.Eqn, form: Bilinear) -> tuple[list[Any], list[Any]]:
+    """The operands in 8 bits with their scales, and these as products for cotangents read them."""
+    assert form.scaled is not None
+    numbers, ndims = form.numbers, [v.aval.ndim for v in eqn.invars]
+    dims = zip(ndims, *numbers, strict=True)
+    behind = tuple(kept(ndim, summed, batch) for ndim, summed, batch in dims), numbers[1]
+    forward, backward = (
+        roundings(form.scaled, each, ndims, is_last=form.summed_last) for each in (numbers, behind)
+    )
+    copies = [env.quantized_copy(v, r) for v, r in zip(eqn.invars, forward, strict=True)]
+    readers = zip(eqn.invars, backward, form.rounded, strict=True)
+    return copies, [x for v, r, is_read in readers if is_read for x in env.quantized_copy(v, r)]

@@ -15,16 +15,14 @@ import jax
 
 from precpass import jaxpr as ir
 from precpass.plan.borders import Border, BorderCopy
-from precpass.plan.plan import Action, Decision, Plan, ProductForm
+from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.scopes import join_scopes
-from precpass.rewrite.dot_numbers import kept
 from precpass.rewrite.env import Env, border_avals, crossing_aval
 from precpass.rewrite.float64_spans import Float64Span, float64_spans, from_bits, to_bits
-from precpass.rewrite.low_equation import low_results, put_together_low
+from precpass.rewrite.low_equation import chosen_low, low_results, put_together_low
 from precpass.rewrite.lowered import lowered
-from precpass.rewrite.scaled_product import roundings
 
 __all__ = ["Rewriter"]
 
@@ -202,7 +200,9 @@ class Rewriter:
         if action is Action.ENTER and decision.keeps_rounding:
             unrounded = (None,) * len(decision.stored)
             self._enter(env, eqn, dataclasses.replace(decision, stored=unrounded), scope)
-            _round(env, eqn, decision)
+            low = decision.stored[0]
+            if low is None or decision.pins_rounding or not chosen_low(env, eqn, low):
+                _round(env, eqn, decision)
         elif action is Action.ENTER:
             self._enter(env, eqn, decision, scope)
         elif action is Action.DROP:
@@ -214,7 +214,9 @@ class Rewriter:
             env.write(eqn.outvars[0], self.multiplied(env, eqn, decision), None)
             _round(env, eqn, decision)
         elif decision.kind is OpKind.COMPUTE:
-            env.write(eqn.outvars[0], _product(env, eqn, decision), None)
+            low, form = decision.compute, decision.product
+            assert low is not None
+            env.write(eqn.outvars[0], lowered(env, eqn, low, form), None)
             _round(env, eqn, decision)
         else:
             _write(env, eqn, low_results(env, eqn, decision), decision.stored)
@@ -359,53 +361,6 @@ def _exchanged(env: Env, eqn: ir.Eqn) -> Any:
     """A product with exchanged operands, in the precision in which it was written."""
     eqn = ir.exchanged(eqn)
     return env.build.keep(eqn, [env.read(v) for v in eqn.invars])[0]
-
-
-def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
-    form = decision.product
-    (lhs, rhs), (of_lhs, of_rhs) = form.recast_in_backward, form.low_cotangents
-    backward = [form.scaled if is_scaled else None for is_scaled in form.scaled_cotangents]
-    if form.exchanged:
-        eqn, (lhs, rhs), (of_lhs, of_rhs) = ir.exchanged(eqn), (rhs, lhs), (of_rhs, of_lhs)
-        backward = backward[::-1]
-    assert decision.compute is not None
-    eqn = env.without_transposes(eqn, decision.compute)
-    operands = [env.read(v) for v in eqn.invars]
-    low = [env.low_copy(v, decision.compute) for v in eqn.invars[:2]]
-    pairs, saved = _quantized(env, eqn, form, backward) if form.scaled else ((), ())
-    return lowered(
-        env.build,
-        eqn,
-        low,
-        operands,
-        eqn.outvars[0].aval.dtype,
-        (lhs, rhs),
-        low_result=form.low_result,
-        low_cotangents=(of_lhs, of_rhs),
-        scaled=form.scaled,
-        scaled_cotangents=(backward[0], backward[1]),
-        wide_outer=form.wide_outer,
-        summed_last=form.summed_last,
-        quantized_operands=pairs,
-        quantized_for_cotangents=saved,
-    )
-
-
-def _quantized(
-    env: Env, eqn: ir.Eqn, form: ProductForm, backward: Sequence[Precision | None]
-) -> tuple[list[Any], list[Any]]:
-    """The operands in 8 bits, as the product and as those for the cotangents read them."""
-    assert form.scaled is not None
-    numbers, ndims = ir.dot_numbers(eqn), [v.aval.ndim for v in eqn.invars]
-    dims = zip(ndims, *numbers, strict=True)
-    behind = tuple(kept(ndim, summed, batch) for ndim, summed, batch in dims), numbers[1]
-    forward, saved = (
-        roundings(form.scaled, each, ndims, is_last=form.summed_last) for each in (numbers, behind)
-    )
-    copies = [env.quantized_copy(v, r) for v, r in zip(eqn.invars, forward, strict=True)]
-    # An operand's 8 bits make the other one's cotangent.
-    readers = zip(eqn.invars, saved, backward[::-1], strict=True)
-    return copies, [env.quantized_copy(v, r) if reader else () for v, r, reader in readers]
 
 
 def _wide(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:

@@ -37,7 +37,6 @@ __all__ = [
     "Rounding",
     "as_bits",
     "from_bits",
-    "in_eight_bits",
     "roundings",
     "scaled_product",
 ]
@@ -107,12 +106,16 @@ def scaled_product(
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """Rounds an array to 8 bits; see `in_eight_bits`.
+    """Rounds a floating array to 8 bits.
+
+    Its results are the values of 8 bits and a float32 array that they are to be multiplied by: of
+    the same rank, with size 1 in the dimensions `summed`, or a scalar.
 
     Attributes:
-        precision: the format.
-        summed: the dimensions along which it has one scale; () for all.
-        order: the order of the dimensions of the values in 8 bits; () for that of the array.
+        precision: INT8 or F8E4M3.
+        summed: the dimensions along which numbers share a scale: those that are contracted, or ()
+            for all.
+        order: the order of the dimensions of both results, for float8; () for that of the array.
     """
 
     precision: Precision
@@ -121,8 +124,18 @@ class Rounding:
 
     def __call__(self, *arrays: Any, platform: str) -> list[Any]:
         """The array in 8 bits and its scale, as `ir.Arithmetic` says."""
-        (x,) = arrays
-        return in_eight_bits(x, self.precision, self.summed, self.order, on_cpu=platform == "cpu")
+        (x,), on_cpu = arrays, platform == "cpu"
+        wide = x if x.dtype == np.float32 else ir.convert(x, np.float32)
+        largest = _largest(wide, self.summed, on_cpu)
+        if self.precision is Precision.INT8:
+            return _as_int8(wide, largest)
+        scale = power_of_two_scale(largest, self.precision.max)
+        inverse = np.float32(1.0) / scale
+        if self.order:
+            inverse = lax.optimization_barrier(inverse)
+            moved = wide, inverse, scale
+            wide, inverse, scale = (lax.transpose(a, self.order) if a.ndim else a for a in moved)
+        return [(wide * inverse).astype(self.precision.dtype), scale]
 
     def avals(self, *operands: ir.Aval) -> list[ir.Aval]:
         """As `ir.Arithmetic` says."""
@@ -177,39 +190,6 @@ class _Scaled:
         return "times both scales"
 
 
-def in_eight_bits(
-    x: Any,
-    precision: Precision,
-    summed: Sequence[int],
-    order: Sequence[int] = (),
-    *,
-    on_cpu: bool = True,
-) -> list[Any]:
-    """An operand in 8 bits, and its scale.
-
-    Args:
-        x: a floating array.
-        precision: INT8 or F8E4M3.
-        summed: the dimensions along which its numbers share a scale: those that are contracted,
-            or () for all.
-        order: the order of the dimensions of both results, for float8; () for that of the array.
-        on_cpu: whether XLA:CPU compiles it.
-
-    Returns:
-        The array in 8 bits, and a float32 array that it is to be multiplied by: of the same rank,
-        with size 1 in these dimensions; for () a scalar.
-    """
-    wide = x if x.dtype == np.float32 else ir.convert(x, np.float32)
-    if precision is Precision.INT8:
-        return _as_int8(wide, summed, on_cpu)
-    largest = _largest(wide, tuple(summed), on_cpu)
-    if order:
-        largest = lax.optimization_barrier(largest)
-        wide, largest = (lax.transpose(a, order) if a.ndim else a for a in (wide, largest))
-    scale = power_of_two_scale(largest, precision.max)
-    return [(wide * (np.float32(1.0) / scale)).astype(precision.dtype), scale]
-
-
 def _largest(x: Any, dims: tuple[int, ...], on_cpu: bool) -> Any:
     """The largest magnitudes along dimensions, or of all for (); NaN where there is one.
 
@@ -224,9 +204,8 @@ def _largest(x: Any, dims: tuple[int, ...], on_cpu: bool) -> Any:
     return jnp.where(jnp.isinf(largest), largest, largest + zero_or_nan)
 
 
-def _as_int8(wide: Any, summed: Sequence[int], on_cpu: bool) -> list[Any]:
+def _as_int8(wide: Any, largest: Any) -> list[Any]:
     most = np.float32(Precision.INT8.max)
-    largest = _largest(wide, tuple(summed), on_cpu)
     is_small = largest < np.float32(SMALLEST)
     inverse = jnp.where(is_small, np.float32(0.0), most / largest)
     # The largest magnitude becomes 127 times 1 and a few roundoffs, which is rounded to 127.

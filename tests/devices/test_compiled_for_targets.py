@@ -662,7 +662,7 @@ def loss(ws, x):
 
 args = abstract_on(target_of("h100"), ([jax.ShapeDtypeStruct((4096, 4096), "float32")] * 4,
                                        jax.ShapeDtypeStruct((4096, 4096), "float32")))
-f8 = pp.AutoMixedF8.with_weight_gradients(None)
+f8 = pp.AutoMixedF8.with_weight_gradients("f8")
 for gradient in pp.auto_mixed(jax.grad(loss), f8), jax.grad(pp.auto_mixed(loss, f8)):
     with planned_for(target_of("h100")):
         lowered = jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",))
@@ -675,6 +675,31 @@ def test_a_gpus_backward_pass_transposes_no_values_of_8_bits():
     """Each order of an operand is rounded from the wide value. In arrays of this size, XLA's model
     of costs has one kernel for both; of smaller ones it may transpose the 8 bits."""
     assert ran("-c", TRAINED).splitlines() == ["0 11", "0 11"]
+
+
+RELUS = """
+import jax, jax.numpy as jnp, re
+import precpass as pp
+from precpass.devices.detect import planned_for
+from precpass.devices.targets import abstract_on, target_of
+
+def layers(ws, x):
+    for w in ws:
+        x = jax.nn.relu(x @ w)
+    return x
+
+args = abstract_on(target_of("h100"), ([jax.ShapeDtypeStruct((1024, 1024), "float32")] * 4,
+                                       jax.ShapeDtypeStruct((512, 1024), "float32")))
+with planned_for(target_of("h100")):
+    lowered = pp.auto_mixed(layers).trace(*args).lower(lowering_platforms=("cuda",))
+text = lowered.compile({"xla_gpu_enable_triton_gemm": False}).as_text()
+print(len(re.findall('"epilogue":"RELU"', text)))
+"""
+
+
+def test_relus_are_made_by_the_calls_of_products():
+    # The last one is returned in float32.
+    assert ran("-c", RELUS).splitlines() == ["3"]
 
 
 EIGHT_BITS_IN_LOOPS = """

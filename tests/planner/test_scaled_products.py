@@ -9,7 +9,10 @@ from jax import export, lax
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
+from precpass.devices.detect import planned_for
+from precpass.devices.targets import target_of
 from precpass.types import Action, OpKind, Precision
+from tests.support.jaxprs import named
 from tests.support.values import f32, normal_array
 
 D, TOKENS, LAYERS = 256, 512, 3
@@ -102,6 +105,41 @@ def test_all_products_of_a_transformer_but_its_attention_have_eight_bits(model, 
     found = products(jax.grad(squares(model)), policy, PARAMS, IDS)
     assert count(found, Precision.F8E4M3) == 2 * forward + repeated
     assert sum("it is the gradient of a weight" in why for _, why in found) == weights
+
+
+ORDER = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="f8"))
+
+
+@pytest.mark.parametrize(
+    ("target", "policy", "is_low"),
+    [
+        ("h100", pp.AutoMixedF8, True),
+        ("b200", pp.AutoMixedF8, False),
+        ("tpu 7x", pp.AutoMixedF8, False),
+        ("h100", pp.AutoMixedF8.with_weight_gradients("f8"), False),
+        ("b200", pp.AutoMixedF8.with_weight_gradients("bf16"), True),
+        ("h100", ORDER, False),
+    ],
+)
+def test_the_device_decides_on_weight_gradients_if_the_user_does_not(target, policy, is_low):
+    """An H100 would read activations in a second order for them."""
+
+    def loss(ws, x):
+        return jnp.square(jnp.tanh(jnp.tanh(x) @ ws[0]) @ ws[1]).sum()
+
+    args = [f32(D, D)] * 2, f32(D, D)
+    with planned_for(target_of(target)):
+        found = products(jax.grad(loss), policy, *args)
+        dots = named(jax.make_jaxpr(jax.grad(pp.auto_mixed(loss, policy)))(*args), "dot_general")
+    assert count(found, Precision.F8E4M3) == (3 if is_low else 5)
+    whys = [why for _, why in found if "it is the gradient of a weight" in why]
+    assert len(whys) == (2 if is_low else 0)
+    can_be_lowered = policy.weight_gradients is None
+    assert all(('with_weight_gradients("f8e4m3")' in why) == can_be_lowered for why in whys)
+    # The same where JAX differentiates.
+    assert [v.aval.dtype for e in dots for v in e.invars].count("float8_e4m3fn") == 2 * (
+        3 if is_low else 5
+    )
 
 
 def test_shards_have_the_products_that_the_program_has():

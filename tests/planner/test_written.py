@@ -11,6 +11,8 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import precpass as pp
+from precpass.devices.detect import planned_for
+from precpass.devices.targets import target_of
 from precpass.jaxpr.primitives.carrier import _rounding_kept, detach
 from tests.support.jaxprs import inner_jaxprs, named, opened, walk
 from tests.support.values import normal_array, rel_error
@@ -93,6 +95,31 @@ def test_a_relu_is_stored_in_16_bits_whoever_wrote_it(relu: Callable[..., Any]):
     assert rel_error(got, wanted) < 0.05
 
 
+def test_a_relu_is_chosen_in_16_bits_and_its_derivative_is_that_in_float32():
+    """A GPU's compiler makes it in the kernel of the product, if no rounding is written behind."""
+
+    def layers(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(jax.nn.relu(x @ w) @ V) @ w
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.square(layers(w, x)).sum()
+
+    found = pp.inspect(layers, target="h100")(W, X)
+    dtypes = [e.outvars[0].aval.dtype.name for e in named(found.after, "max")]
+    assert dtypes.count("bfloat16") == 2
+    assert not any(e.params["keeps_rounding"] for e in named(found.after, "precpass_detach"))
+    with planned_for(target_of("h100")):
+        mixed, plain = pp.auto_mixed(layers), jax.jit(layers)
+        assert rel_error(mixed(W, X), plain(W, X)) < 0.01
+        x = X.at[0, 0].set(jnp.nan).at[1, 0].set(jnp.inf)
+        assert (jnp.isfinite(mixed(W, x)) == jnp.isfinite(plain(W, x))).all()
+        wanted = jax.jit(jax.grad(loss))(W, X)
+        for gradient in (jax.grad(pp.auto_mixed(loss)), pp.auto_mixed(jax.grad(loss))):
+            assert rel_error(gradient(W, X), wanted) < 0.01
+        mapped = jax.vmap(jax.grad(pp.auto_mixed(loss)), (None, 0))(W, jnp.stack([X, X]))
+        assert rel_error(mapped[1], wanted) < 0.01
+
+
 def test_the_rounding_is_written_for_gpus_and_tpus_alone_and_changes_no_number():
     numbers = np.array([0.0, -0.0, 1.5, -3e38, np.inf, -np.inf, np.nan, 1e-40], np.float32)
     low = jnp.asarray(numbers, jnp.bfloat16)
@@ -109,9 +136,6 @@ def test_the_rounding_is_written_for_gpus_and_tpus_alone_and_changes_no_number()
 @pytest.mark.release
 @pytest.mark.parametrize("transform", ["jvp", "grad", "vmap", "remat", "jit"])
 def test_stored_values_have_the_derivatives_of_the_values_before(transform: str):
-    from precpass.devices.detect import planned_for
-    from precpass.devices.targets import target_of
-
     def fitted(w: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
         found = jax.grad(network)(w, bias, x)
         return network(w - 0.01 * found, bias, x)
