@@ -166,8 +166,8 @@ def _memory(title: str, date: str, url: str) -> Source:
 def _ampere(name: str, kind: str, bandwidth: float, memory: Source) -> Peaks:
     flops = 19.5e12, 19.5e12, 156e12, 312e12, 312e12
     sources = _AMPERE, memory
-    more = {"int8": 624e12, "sums_last": True}
-    return Peaks(name, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, **more)
+    eight = None, 624e12
+    return Peaks(name, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, *eight, sums_last=True)
 
 
 def _hopper(name: str, kind: str, bandwidth: float, memory: Source) -> Peaks:

@@ -62,8 +62,8 @@ def _quantized(env: Env, eqn: ir.Eqn, form: Bilinear) -> tuple[list[Any], list[A
     """The operands in 8 bits with their scales, and these as products for cotangents read them."""
     assert form.scaled is not None
     numbers, ndims = form.numbers, [v.aval.ndim for v in eqn.invars]
-    dims = zip(ndims, *numbers, strict=True)
-    behind = tuple(kept(ndim, summed, batch) for ndim, summed, batch in dims), numbers[1]
+    lhs, rhs = (kept(*dims) for dims in zip(ndims, *numbers, strict=True))
+    behind = (lhs, rhs), numbers[1]
     forward, backward = (
         roundings(form.scaled, each, ndims, is_last=form.summed_last) for each in (numbers, behind)
     )

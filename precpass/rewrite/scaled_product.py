@@ -13,8 +13,8 @@ Values that are all zero have the scale one.
 The kernels of some devices multiply 8 bits only if the contracted dimensions of both operands are
 the last ones in memory (`summed_last`). XLA would transpose the values of float8 in a kernel of its
 own, where the backward pass reads another order than the forward pass. So each order is a copy that
-is transposed before it is rounded. A barrier on its scale keeps XLA from making one copy of the
-other, and both are the results of one kernel. int8 is read in the forward pass alone.
+is transposed before it is rounded. A barrier on the inverse of its scale keeps XLA from making one
+copy of the other; both are results of one kernel. int8 is read in the forward pass alone.
 """
 
 from __future__ import annotations
