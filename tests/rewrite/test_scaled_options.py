@@ -126,21 +126,22 @@ def test_a_data_gradient_is_known_by_an_operand_that_is_given():
         assert len(scaled_dots(compose(computed, policy=policy), W, X)) == 1
 
 
-def test_the_option_is_told_saved_and_read_again(tmp_path):
-    policy = pp.AutoMixedF8.with_weight_gradients("bf16")
+@pytest.mark.parametrize("asked", ["bf16", "f8e4m3"])
+def test_the_option_is_told_saved_and_read_again(tmp_path, asked: str):
+    policy = pp.AutoMixedF8.with_weight_gradients(asked)
     text = repr(policy)
-    assert ".with_weight_gradients('bf16')" in text
+    assert f".with_weight_gradients('{asked}')" in text
     assert eval(text, vars(pp) | vars(pp.types)) == policy
     assert pp.types.PrecisionPolicy.from_dict(policy.to_dict()) == policy
     policy.save(tmp_path / "policy.toml")
     assert pp.types.PrecisionPolicy.load(tmp_path / "policy.toml") == policy
     pp.inspect(layers, policy)([W] * 3, X).plan.save(tmp_path / "plan.json")
     loaded = pp.Plan.load(tmp_path / "plan.json")
-    assert loaded.weight_gradients is Precision.BF16
+    assert loaded.weight_gradients is Precision(asked)
 
 
 def test_what_is_unknown_is_refused_with_the_legal_values():
-    with pytest.raises(ValueError, match=r"weight_gradients = 'f32': legal are 'bf16' and None"):
+    with pytest.raises(ValueError, match=r"weight_gradients = 'f32': legal are 'bf16', 'f8e4m3' "):
         pp.AutoMixedF8.with_weight_gradients("f32")
-    with pytest.raises(ValueError, match=r"weight_gradients = 'b16': legal are 'bf16' and None"):
+    with pytest.raises(ValueError, match=r"weight_gradients = 'b16': legal are 'bf16', 'f8e4m3' "):
         pp.AutoMixedF8.with_weight_gradients("b16")
