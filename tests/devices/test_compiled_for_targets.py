@@ -593,7 +593,8 @@ def loss(ws, x):
     return jnp.square(x).sum()
 
 args = [jnp.ones((512, 512))] * 4, jnp.ones((512, 512))
-for fn, policy in ((loss, "int8"), (jax.grad(loss), "f8")):
+f8 = pp.AutoMixedF8.with_weight_gradients("f8")
+for fn, policy in ((loss, "int8"), (jax.grad(loss), f8)):
     found = pp.audit(fn, policy, target={target!r})(*args)
     kinds = sorted({{" x ".join(p.operands) for p in found.traffic.products}})
     print(found.as_planned, found.products, ", ".join(kinds))
@@ -710,7 +711,7 @@ def loss(ws, x):
     return jax.lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, ws)[0].sum()
 
 args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 2048, 2048), (1024, 2048))]
-policy = pp.AutoMixedF8
+policy = pp.AutoMixedF8.with_weight_gradients("f8")
 for fn, given in ((jax.grad(loss), policy), (jax.grad(pp.auto_mixed(loss, policy)), "AlwaysF32")):
     found = pp.audit(fn, given, target={target!r})(*args)
     state = " ".join(l.partition(" while(")[0] for l in found.hlo.splitlines() if " while(" in l)
