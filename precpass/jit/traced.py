@@ -286,7 +286,7 @@ def _warning_texts(
         why_not = {d.reason for d in products}
         asked_so = any(d.decided_by in (DecidedBy.USER, DecidedBy.OWN_POLICY) for d in products)
         none = "what is not entered holds its products" if plan.notes else "it has no products"
-        more = f"; and {len(why_not) - 3} more reasons" if len(why_not) > 3 else ""
+        more = f"; {len(why_not) - 3} more in explain" if len(why_not) > 3 else ""
         why = "; ".join(sorted(map(str, why_not))[:3]) + more or none
         if not asked_so or policy.scaled is not None:
             yield f"{policy.title} lowered nothing in {name}: {why}"

@@ -82,6 +82,7 @@ def test_an_error_without_bound_is_text_in_json():
     errors = [run["error"] for run in found.to_dict()["runs"]]
     json.dumps(found.to_dict(), allow_nan=False)
     assert errors == [0.0, "inf"]
+    assert "not finite" in found.verdict and "error inf" not in found.verdict
 
 
 def test_a_result_that_is_nowhere_finite_in_float32_is_compared_too():

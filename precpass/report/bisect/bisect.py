@@ -406,7 +406,8 @@ class _Search:
         if run.passed:
             return f" (error {run.error:.3g})"
         where = f" in {run.worst}" if run.worst else ""
-        return f" (error {run.error:.3g} > {self.tolerance:.3g}{where})"
+        error = f"error {run.error:.3g} > {self.tolerance:.3g}"
+        return f" ({'not finite' if math.isinf(run.error) else error}{where})"
 
 
 def _with(policy: PrecisionPolicy, rules: Sequence[Rule]) -> PrecisionPolicy:
