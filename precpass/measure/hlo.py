@@ -19,6 +19,7 @@ from typing import Any
 from precpass.policy.scopes import join_scopes
 
 __all__ = [
+    "COLLECTIVES",
     "MOSAIC_KERNEL",
     "PRODUCTS",
     "Computation",
@@ -34,6 +35,10 @@ MOSAIC_KERNEL = "tpu_custom_call"
 """The target of a TPU's custom calls that are kernels in Mosaic, such as Pallas'."""
 
 PRODUCTS = frozenset(("dot", "convolution", "ragged-dot", "scaled-dot"))
+COLLECTIVES = frozenset(
+    ("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute")
+    + ("ragged-all-to-all", "reduce-scatter")
+)
 
 Place = tuple[str, str, int]
 """A file, a function and a line."""
@@ -152,6 +157,12 @@ class Instruction:
         """The user's line; 0 if XLA recorded none."""
         return self.calls[0][2] if self.calls else 0
 
+    @property
+    def collective(self) -> str:
+        """The collective that it begins, such as "all-gather"; "" for any other instruction."""
+        opcode = self.opcode.removesuffix("-start")
+        return opcode if opcode in COLLECTIVES else ""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
@@ -188,6 +199,13 @@ class Computation:
     def operands(self, instruction: Instruction) -> list[Instruction]:
         """The instructions that one reads."""
         return [self.by_name[name] for name in instruction.operands if name in self.by_name]
+
+    def sent(self, collective: Instruction) -> tuple[Shape, ...]:
+        """The floating results of a collective; the start of one lists its operands too."""
+        shapes = tuple(s for s in collective.shapes if s.bits)
+        count = sum(s.bits > 0 for i in self.operands(collective) for s in i.shapes)
+        is_start = collective.opcode.endswith("-start")
+        return shapes[count:] if is_start and len(shapes) == 2 * count else shapes
 
 
 @dataclasses.dataclass(frozen=True)

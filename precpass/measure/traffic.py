@@ -79,6 +79,8 @@ class Traffic:
         cycles: the TPU compiler's estimate of all cycles; None for other platforms.
         without_cycles: the runs of kernels that `cycles` is without; 0 for other platforms.
         guesses: whether a loop whose trips only run time knows was counted once.
+        sent: the collectives of floating values by their format, such as "all-gather bf16", each
+            with the bytes of the whole arrays, which are the larger ones of operands and results.
     """
 
     moved: float
@@ -89,6 +91,13 @@ class Traffic:
     cycles: int | None
     without_cycles: int
     guesses: bool
+    sent: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def sent_by_format(self) -> list[tuple[str, float]]:
+        """The bytes of all collectives, by their format."""
+        formats = sorted({kind.split()[1] for kind, _ in self.sent})
+        return [(f, sum(n for kind, n in self.sent if kind.split()[1] == f)) for f in formats]
 
     @property
     def runs(self) -> int:
@@ -122,7 +131,7 @@ def traffic_of(text: str, platform: str = "cpu") -> Traffic:
     module = Module.parse(text)
     tally = _Tally(module, on_chip=1 if platform == "tpu" else -1)
     total = tally.of(module.computations[module.entry])
-    kinds = sorted(kind for kind in total if isinstance(kind, tuple))
+    kinds = sorted(kind for kind in total if isinstance(kind, tuple) and len(kind) == 4)
     products = [
         MatrixKernel(call, factors, results, int(total[call, factors, results, how]), how)
         for call, factors, results, how in kinds
@@ -136,11 +145,14 @@ def traffic_of(text: str, platform: str = "cpu") -> Traffic:
         int(total["cycles"]) if platform == "tpu" else None,
         int(total["without_cycles"]) if platform == "tpu" else 0,
         tally.guesses,
+        tuple(sorted((kind[1], n) for kind, n in total.items() if kind[0] == _SENT)),
     )
 
 
 _Sum = defaultdict[Any, float]
-"""The figures of some instructions: `Traffic`'s by name, and the runs of each kind of product."""
+"""The figures of some instructions: `Traffic`'s by name, the runs of each kind of product, and the
+bytes of each kind of collective."""
+_SENT = "sent"
 
 
 def _add(total: _Sum, other: _Sum, times: int = 1) -> None:
@@ -206,6 +218,8 @@ class _Tally:
 
     def _kernel(self, computation: Computation, instruction: Instruction, total: _Sum) -> None:
         total["without_cycles"] += not instruction.cycles and _has_no_estimate(instruction)
+        if instruction.collective:
+            _note_sent(computation, instruction, total)
         if instruction.opcode in ("fusion", "fusion-start"):
             inner, *_ = self.module.called(instruction)
             moved = self._fused(computation, instruction, inner)
@@ -261,6 +275,15 @@ class _Tally:
         for shape, update in zip(_without_workspace(results), written, strict=False):
             moved += self._size([dataclasses.replace(update, space=shape.space)])
         return moved
+
+
+def _note_sent(computation: Computation, collective: Instruction, total: _Sum) -> None:
+    """Adds the bytes that a collective sends, by its kind and format."""
+    results = computation.sent(collective)
+    operands = [s for i in computation.operands(collective) for s in i.shapes if s.bits]
+    for one, other in zip(results, operands, strict=False):
+        kind = f"{collective.collective} {one.dtype}"
+        total[_SENT, kind] += max(one.nbytes, other.nbytes)
 
 
 def _has_no_estimate(instruction: Instruction) -> bool:

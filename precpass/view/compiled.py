@@ -47,6 +47,9 @@ class Compiled:
             if memory.available is not None and not memory.fits:
                 sizes = f"it needs {sized(memory.needed)}, and there are {sized(memory.available)}"
                 lines.append(f"the program does not fit into the device's memory: {sizes}")
+        if traffic.sent:
+            sent = ", ".join(f"{kind} {sized(nbytes)}" for kind, nbytes in traffic.sent)
+            lines.append(f"sent between devices, sizes of whole arrays: {sent}")
         return [*lines, *(f"{kernel.runs:>6} x {kernel}" for kernel in traffic.products)]
 
 

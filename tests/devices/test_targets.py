@@ -54,7 +54,7 @@ def test_what_is_planned_for_a_target_says_so(name: str, kind: str):
     assert inspection.device.startswith(kind) and explanation.device == inspection.device
     where = f"planned for {inspection.device}"
     for text in (
-        inspection.diff(color=False).splitlines()[-1],
+        inspection.diff(color=False).splitlines()[0],
         repr(inspection),
         inspection._repr_html_(),
         explanation.text(color=False).splitlines()[0],

@@ -7,6 +7,7 @@ from jax import lax
 
 from precpass.measure.execute import compiled
 from precpass.measure.traffic import MatrixKernel, traffic_of
+from precpass.view.compiled import Compiled
 
 GPU = """HloModule m
 
@@ -291,3 +292,39 @@ ENTRY %main (a: f32[]) -> f32[] {{
 """
     ).products
     assert kernel.operands == (dtype, dtype) and kernel.is_low is is_low
+
+
+SENDS = """HloModule m
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: bf16[8,16], y: f32[4], i: s32[4]) -> (bf16[32,16], f32[4], bf16[2,16]) {
+  %x = bf16[8,16]{1,0} parameter(0)
+  %y = f32[4]{0} parameter(1)
+  %i = s32[4]{0} parameter(2)
+  %g = (bf16[8,16]{1,0}, bf16[32,16]{1,0}) all-gather-start(%x), dimensions={0}
+  %d = bf16[32,16]{1,0} all-gather-done(%g)
+  %r = f32[4]{0} all-reduce(%y), to_apply=%add
+  %n = s32[4]{0} all-reduce(%i), to_apply=%add
+  %c = bf16[2,16]{1,0} reduce-scatter(%x), dimensions={0}, to_apply=%add
+  ROOT %t = (bf16[32,16]{1,0}, f32[4]{0}, bf16[2,16]{1,0}) tuple(%d, %r, %c)
+}
+"""
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_what_is_sent_is_told_by_collective_and_format(platform):
+    found = traffic_of(SENDS, platform)
+    gathered, summed, scattered = 2 * 32 * 16, 4 * 4, 2 * 8 * 16
+    assert dict(found.sent) == {
+        "all-gather bf16": gathered,
+        "all-reduce f32": summed,
+        "reduce-scatter bf16": scattered,
+    }
+    assert found.sent_by_format == [("bf16", gathered + scattered), ("f32", summed)]
+    said = "\n".join(Compiled("", None, found).lines())
+    assert "sent between devices, sizes of whole arrays: all-gather bf16 1.02 kB, " in said

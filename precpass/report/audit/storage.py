@@ -6,7 +6,16 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from precpass.measure.hlo import PRODUCTS, Computation, Instruction, Module, Placed, Shape, bits
+from precpass.measure.hlo import (
+    COLLECTIVES,
+    PRODUCTS,
+    Computation,
+    Instruction,
+    Module,
+    Placed,
+    Shape,
+    bits,
+)
 from precpass.report.audit.matching import (
     Change,
     Sides,
@@ -132,7 +141,7 @@ def _feeds_products(module: Module, placed: Placed) -> bool:
     def takes(reader: Instruction) -> bool:
         within = [i for computation in module.called(reader) for i in computation.instructions]
         opcodes = {i.opcode.removesuffix("-start") for i in (reader, *within)}
-        return not opcodes.isdisjoint(PRODUCTS | _COLLECTIVES | {"custom-call"})
+        return not opcodes.isdisjoint(PRODUCTS | COLLECTIVES | {"custom-call"})
 
     direct = placed.computation.readers[placed.instruction.name]
     return bool(direct) and all(map(takes, direct))
@@ -149,25 +158,13 @@ def _are_widened(planned: list[Placed], dtype: str) -> bool:
 
 # ---------------------------------------------------------------- collectives
 
-_COLLECTIVES = frozenset(
-    ("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute")
-    + ("ragged-all-to-all", "reduce-scatter")
-)
-
 
 def _collective(placed: Placed) -> str:
-    """The collective that an instruction is; "" for others and the end of an asynchronous one."""
-    opcode = placed.instruction.opcode.removesuffix("-start")
-    return opcode if opcode in _COLLECTIVES else ""
+    return placed.instruction.collective
 
 
 def _sent(placed: Placed) -> tuple[Shape, ...]:
-    """The floating types that a collective sends; the start of one lists its operands too."""
-    shapes = tuple(s for s in placed.instruction.shapes if s.bits)
-    operands = placed.computation.operands(placed.instruction)
-    operand_count = sum(s.bits > 0 for i in operands for s in i.shapes)
-    is_start = placed.instruction.opcode.endswith("-start")
-    return shapes[operand_count:] if is_start and len(shapes) == 2 * operand_count else shapes
+    return placed.computation.sent(placed.instruction)
 
 
 def collectives(sides: Sides) -> Iterator[Change]:
@@ -180,7 +177,10 @@ def collectives(sides: Sides) -> Iterator[Change]:
     known = {(of.name, of.calls) for of in found}
     for placed in itertools.chain.from_iterable(sides.compiled.values()):
         narrow = _cast_behind(sides.modules[1], placed)
-        shape = next((s for s in _sent(placed) if s.bits > bits(narrow) > 0), None)
+        shape = next(
+            (s for s in _sent(placed) if s.bits > bits(narrow) > 0),
+            None,
+        )
         if shape is not None:
             name = _collective(placed)
             types = f"{name} {dataclasses.replace(shape, dtype=narrow)}", f"{name} {shape}"
@@ -218,7 +218,10 @@ def _of_planned(sides: Sides) -> Iterator[Change]:
         findings = _widened_as_asked(asked, sent) if asked else _wider_than_planned(planned, sent)
         for name, narrow, wide in findings:
             first = (asked or planned)[0]
-            shape = next((s for c in sent for s in _sent(c) if s.dtype == wide), wide)
+            shape = next(
+                (s for c in sent for s in _sent(c) if s.dtype == wide),
+                wide,
+            )
             before = next((s for s in first.instruction.shapes if s.dtype == narrow), narrow)
             types = f"{name} {before}", f"{name} {shape}"
             yield change(

@@ -75,9 +75,10 @@ def compare(
             - "low_bytes", "flops", "formats": the bytes of results in 16 bits, the FLOPs, and the
               share of each format in them, with the trip counts of loops;
             - "arguments", "outputs", "temp": the memory that XLA allocates;
-            - "kernels", "moved", "cast_kernels", "cycles", "without_cycles": the matrix kernels in
-              low precision, the bytes that all kernels read and write, the kernels that only cast,
-              and a TPU compiler's estimate of cycles, with the kernels that it leaves out;
+            - "kernels", "moved", "cast_kernels", "sent", "cycles", "without_cycles": the matrix
+              kernels in low precision, the bytes that all kernels read and write, the kernels that
+              only cast, the bytes of collectives by format, and a TPU compiler's estimate of
+              cycles, with the kernels that it leaves out;
             - "roofline": the time of these bytes and of the products' arithmetic by the device's
               published peaks (`precpass/devices/peaks.py`), on a GPU or TPU: an estimate;
             - "time", "ratio": the run time, and that relative to the first row;

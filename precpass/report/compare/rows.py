@@ -111,6 +111,7 @@ def _traffic_figures(traffic: Traffic) -> dict[str, Any]:
         "compiled_cast_kernels": traffic.casts,
         "compiled_cast_bytes": traffic.cast_bytes,
         "compiled_transpose_kernels": traffic.transposes,
+        **{f"compiled_sent_{kind.replace(' ', '_')}": n for kind, n in traffic.sent},
         "compiled_cycles": traffic.cycles,
         "compiled_without_cycles": traffic.without_cycles,
     }
@@ -177,6 +178,10 @@ COLUMNS = {
     "kernels": Column("kernels low", _traffic(lambda t: f"{t.low_runs}/{t.runs}")),
     "moved": Column("kernels' MB", _traffic(lambda t: short(t.moved / 1e6))),
     "cast_kernels": Column("cast kernels", _traffic(lambda t: str(t.casts))),
+    "sent": Column(
+        "sent MB",
+        _traffic(lambda t: " ".join(f"{k} {short(n / 1e6)}" for k, n in t.sent_by_format)),
+    ),
     "cycles": Column(
         "Mcycles", _traffic(lambda t: "" if t.cycles is None else short(t.cycles / 1e6))
     ),
@@ -195,7 +200,9 @@ COLUMNS = {
 }
 """The columns by their names, in the order of a table."""
 
-TRAFFIC = frozenset(("kernels", "moved", "cast_kernels", "cycles", "without_cycles", "roofline"))
+TRAFFIC = frozenset(
+    ("kernels", "moved", "cast_kernels", "sent", "cycles", "without_cycles", "roofline")
+)
 TIMES = frozenset(("time", "ratio"))
 ERRORS = frozenset(("error", "ulp", "sqnr", "cosine", "nonfinite", "integers"))
 DEFAULT = tuple(name for name in COLUMNS if name not in ("flops", "arguments", "outputs"))
@@ -220,6 +227,7 @@ _OF_KERNELS = {
     "or less, of all.",
     "moved": "kernels' MB: what kernels read and write.",
     "cast_kernels": "cast kernels: those that only cast.",
+    "sent": "sent: the arrays of collectives, by format.",
     "cycles": "Mcycles: the TPU compiler's own estimate, without copies that run beside kernels.",
     "roofline": "roofline: the kernels' bytes at the bandwidth of the device's memory, and the "
     "FLOPs of products at its published peaks, added: an estimate, and no measurement.",
