@@ -22,7 +22,7 @@ from precpass.analysis.idioms import ARRAYS, COUNTS, FACTORS, Idioms
 from precpass.analysis.numbers import Numbers
 from precpass.policy.primitives import ROWS, OpKind, named, op
 
-__all__ = ["Digits", "DigitsRead"]
+__all__ = ["Digits", "DigitsRead", "left_with"]
 
 _FAR = 32
 """Multiples of 1/8 up to this one are exact in bfloat16, whose significand has 8 bits. So results
@@ -68,11 +68,20 @@ class _Asked(NamedTuple):
     number: float = 0.0
 
 
+def left_with(eqn: ir.Eqn, v: ir.Atom, level: int) -> int:
+    """How an operand leaves the program because a result leaves it as `level` says."""
+    name, leaves = eqn.primitive.name, level & Digits.ANY_LEAVING
+    if moved_operand(eqn) is v or name in _SUMS or (scales(eqn) and name != "select_n"):
+        return leaves
+    return leaves & Digits.LEAVING if name in _KEEPS_TERMS else 0
+
+
+_SUMS = frozenset(("psum", "psum_invariant", "reduce_scatter"))
+# The gradient of a weight of which parts are read is put together from parts, or adds them up.
+_KEEPS_TERMS = frozenset(("add_any", "pad", "concatenate", "broadcast_in_dim", "device_put"))
 _NOTHING, _SUBTRACTED = _Asked(0), _Asked(Digits.SUBTRACTED)
-_COMPARED, _RANKED, _LEAVING = (
-    *(_Asked(Digits.COMPARED), _Asked(Digits.RANKED), _Asked(Digits.LEAVING)),
-)
-_MAGNIFIED, _TERM = _Asked(Digits.MAGNIFIED), _Asked(Digits.TERM)
+_COMPARED, _RANKED = _Asked(Digits.COMPARED), _Asked(Digits.RANKED)
+_MAGNIFIED, _TERM, _LEAVING = (_Asked(n) for n in (Digits.MAGNIFIED, Digits.TERM, Digits.LEAVING))
 _IN_FUNCTION = Digits.SUBTRACTED | Digits.COMPARED | Digits.MAGNIFIED | Digits.FACTOR
 _MAGNIFYING = frozenset(
     name for name, row in ROWS.items() if row.full_precision and row.kind is OpKind.ELEMENTWISE
@@ -122,8 +131,7 @@ class DigitsRead(BackwardWalk[_Asked]):
                 return negates(eqn)
             case "convert_element_type":
                 return tells_apart(eqn)
-            case _:
-                return True
+        return True
 
     def of_result(self, body: ir.Body, result: int, asked: _Asked) -> _Asked:
         """A loop's state leaves the trip."""
@@ -236,24 +244,23 @@ class DigitsRead(BackwardWalk[_Asked]):
         if not asked.level or ir.is_literal(v):
             return _NOTHING
         name, level, number = eqn.primitive.name, asked.level & ~Digits.NEAR, asked.number
+        leaves = left_with(eqn, v, level)
         if moved_operand(eqn) is v or (scales(eqn) and name != "select_n"):
             kept = level
         elif hands_on(eqn, v):
-            leaves = level & Digits.ANY_LEAVING
-            kept = level & ~leaves | (Digits.CHOSEN if leaves else 0)
+            chosen = level & Digits.ANY_LEAVING & ~leaves
+            kept = level & ~chosen | (Digits.CHOSEN if chosen else 0)
         elif name in ("mul", "square", "integer_pow"):
             kept = level & (Digits.COMPARED | Digits.RANKED)
             kept |= Digits.FACTOR if level & _IN_FUNCTION else 0
         elif name in ("add", "add_any"):
             kept = level & (Digits.COMPARED | Digits.RANKED)
             kept |= Digits.TERM if level & (Digits.SUBTRACTED | Digits.TERM) else 0
-            # Other terms, such as a scatter's, have all digits: the sum keeps those of its terms.
-            kept |= level & Digits.LEAVING if name == "add_any" else 0
         else:
             kept = level & Digits.RANKED if op(name).kind is OpKind.ELEMENTWISE else 0
         if asked.level & Digits.NEAR and (inside := self._number_inside(body, eqn, v, number)):
             kept, number = kept | Digits.NEAR, inside
-        return _Asked(kept, number)
+        return _Asked(kept | leaves, number)
 
     def _number_inside(self, body: int, eqn: ir.Eqn, v: ir.Atom, number: float) -> float:
         """The number with which an operand is compared if the result is with one; 0 for none.

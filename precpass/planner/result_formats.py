@@ -21,7 +21,7 @@ from collections.abc import Collection
 
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
-from precpass.analysis.digits import Digits
+from precpass.analysis.digits import Digits, left_with
 from precpass.analysis.equations import gathered_operand, moved_operand, negates, scales
 from precpass.analysis.graph import BORDER
 from precpass.plan import reasons
@@ -38,6 +38,8 @@ PLATFORMS = frozenset(("gpu", "cuda", "rocm", "tpu"))
 """JAX's names of the platforms whose products are planned with results in 16 bits."""
 
 _READ = Digits.SUBTRACTED | Digits.COMPARED | Digits.RANKED
+_HANDED_ON = frozenset(("pvary", "all_gather", "all_gather_invariant", "device_put"))
+"""Primitives whose operands are their results on more devices, or elsewhere."""
 
 
 def with_low_results(plan: Plan, analysis: Analysis) -> Plan:
@@ -123,8 +125,12 @@ class _ResultFormats:
             if row == BORDER or row in self.graph.children:
                 return False
             eqn = self.graph.eqns[row]
-            moves = moved_operand(eqn) is var or scales(eqn)
-            if moves and (body, eqn.outvars[0]) not in self._rounded:
+            leaves = any(
+                left_with(eqn, var, self._digits.digits_of(body, out))
+                and (body, out) not in self._rounded
+                for out in eqn.outvars
+            )
+            if leaves:
                 return False
         return True
 
@@ -150,6 +156,8 @@ class _ResultFormats:
                 body, var = returned
             elif (moved := moved_operand(maker)) is not None:
                 var = moved
+            elif maker.primitive.name in _HANDED_ON:
+                var = maker.invars[maker.outvars.index(var)]
             elif scales(maker) and not negates(maker):
                 var = next(v for v in maker.invars if not ir.is_literal(v))
             else:

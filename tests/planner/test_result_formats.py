@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, PartitionSpec
 
 import precpass as pp
 from precpass.devices.detect import planned_for
@@ -130,3 +131,55 @@ def test_what_crosses_a_border_in_16_bits_is_differentiated_as_on_a_cpu():
         inspected = pp.inspect(jax.grad(fitted), target=place, compiled=False)
         found.append("uint16" in str(inspected(*args).after))
     assert found == [False, True]
+
+
+def _shared(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(jnp.tanh(x @ w) @ w).sum()
+
+
+def _stacked(ws: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(jnp.tanh(x @ ws[:, :32]) @ ws[:, 32:]).sum()
+
+
+def _split(w: jax.Array, x: jax.Array) -> jax.Array:
+    one, other = jnp.split(w, 2, 1)
+    return (jnp.tanh(x @ one) * jnp.sin(x @ other)).sum()
+
+
+def _elsewhere(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ jax.device_put(w, jax.memory.Space.Device)).sum()
+
+
+def _on_shards(gathered: bool) -> Any:
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    spec = PartitionSpec("d")
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        w = lax.all_gather(w, "d", tiled=True) if gathered else w
+        return lax.psum(jnp.tanh(x @ w).sum(), "d")
+
+    specs = spec if gathered else PartitionSpec(), spec
+    return jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+
+
+IN_PARTS = {
+    "shared": (_shared, A, 2),
+    "stacked": (_stacked, jnp.concatenate([A, A], 1), 2),
+    "split": (_split, A, 2),
+    "elsewhere": (_elsewhere, A, 1),
+    "added up over devices": (_on_shards(gathered=False), A, 1),
+    "gathered from devices": (_on_shards(gathered=True), A, 1),
+}
+
+
+@pytest.mark.parametrize("composition", ["auto(grad)", "grad(auto)"])
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_no_part_of_a_weights_gradient_is_rounded(name: str, composition: str):
+    """A weight of which parts are read, or that several devices or layers read."""
+    fn, w, terms = IN_PARTS[name]
+    if composition == "auto(grad)":
+        found = after(jax.grad(fn), w, B)
+    else:
+        with planned_for(AbsentDevice()):
+            found = jax.make_jaxpr(jax.grad(pp.auto_mixed(fn)))(w, B)
+    assert results(found).count("float32") >= terms
