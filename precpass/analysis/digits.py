@@ -125,13 +125,10 @@ class DigitsRead(BackwardWalk[_Asked]):
 
     def asks(self, row: int) -> bool:
         """Whether an equation asks something though nothing is asked of its results."""
-        eqn = self.graph.eqns[row]
-        match eqn.primitive.name:
-            case "mul":
-                return negates(eqn)
-            case "convert_element_type":
-                return tells_apart(eqn)
-        return True
+        eqn, name = self.graph.eqns[row], self.graph.primitives[row]
+        if name == "mul":
+            return negates(eqn)
+        return name != "convert_element_type" or tells_apart(eqn)
 
     def of_result(self, body: ir.Body, result: int, asked: _Asked) -> _Asked:
         """A loop's state leaves the trip."""
