@@ -265,19 +265,33 @@ def retyped(eqn: Eqn, dtype: Any) -> dict[str, Any]:
 
 
 def bind_shard_map(
-    eqn: Eqn, fn: Callable[..., Any], args: Sequence[Any], out_specs: Sequence[Any] | None = None
+    eqn: Eqn,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    copied: Sequence[Sequence[int]] = ((), ()),
+    more_specs: Sequence[Any] = (),
 ) -> list[Any]:
-    """`fn` mapped over shards as an equation of `shard_map` says, or with other `out_specs`.
+    """`fn` mapped over shards as an equation of `shard_map` says.
 
     The public form is used because the primitive wants its specs as thunks, and
     because a body with collectives can only be traced with its axes bound.
+
+    Args:
+        eqn: the equation.
+        fn: the function.
+        args: its operands.
+        copied: the positions of the equation's operands, and of its results, of which `fn` takes
+            and returns border copies behind the others.
+        more_specs: of what it returns behind these.
     """
     params = eqn.params
+    sides = params["in_specs"], params["out_specs"]
+    specs = [(*side, *(side[i] for i in at)) for side, at in zip(sides, copied, strict=True)]
     mapped = jax.shard_map(
         fn,
         mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"] if out_specs is None else out_specs),
+        in_specs=specs[0],
+        out_specs=(*specs[1], *more_specs),
         check_vma=params["check_vma"],
         axis_names=set(params["newly_manual_axes"]),
     )

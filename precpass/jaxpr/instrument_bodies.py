@@ -202,8 +202,8 @@ def _shard_map(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
         return *results, *jax.tree.leaves(watch.look.over_shards(record, axes))
 
     none = jax.tree.leaves(watch.none(0))
-    specs = (*eqn.params["out_specs"], *[PartitionSpec() for _ in none])
-    results = bind_shard_map(eqn, on_shards, operands, specs)
+    specs = [PartitionSpec() for _ in none]
+    results = bind_shard_map(eqn, on_shards, operands, more_specs=specs)
     return *watch.split(results, len(eqn.outvars)), tuple(places)
 
 

@@ -265,13 +265,7 @@ class Rewriter:
         border = {i: plan.border for body, plan in pairs if plan.border for i in body.operands}
         args = [env.crossing(v, border.get(i, ())) for i, v in enumerate(eqn.invars)]
         if eqn.primitive.name == "shard_map":
-            ((body, plan),) = pairs
-
-            def on_shards(*xs: Any) -> tuple[Any, ...]:
-                return tuple(ir.evaluate(self.jaxpr(body.jaxpr, plan, inside), xs))
-
-            results = env.build.call(lambda *xs: ir.bind_shard_map(eqn, on_shards, xs), args)
-            _write(env, eqn, results, decision.stored)
+            self._enter_shards(env, eqn, decision, inside, args)
             return
         new = [self._body(eqn, body, plan, inside) for body, plan in pairs]
         params = ir.with_bodies(eqn, [body for body, _ in pairs], new)
@@ -284,6 +278,27 @@ class Rewriter:
             _cross(env, eqn, decision, params, args, avals)
         else:
             _write(env, eqn, env.build.keep(eqn, args, params, avals), decision.stored)
+
+    def _enter_shards(
+        self, env: Env, eqn: ir.Eqn, decision: Decision, scope: str, args: Sequence[Any]
+    ) -> None:
+        """Adds a `shard_map`, whose border copies have the specs of the values that they copy."""
+        ((body, plan),) = zip(ir.bodies(eqn), decision.inner, strict=True)
+        copies = plan.border_copies
+        low = [x for t in copies.operands for x in env.border_copy(eqn.invars[t.position], t)]
+        places = [[t.position for t in each] for each in copies]
+
+        def on_shards(*xs: Any) -> tuple[Any, ...]:
+            return tuple(ir.evaluate(self.jaxpr(body.jaxpr, plan, scope), xs))
+
+        def mapped(*xs: Any) -> list[Any]:
+            return ir.bind_shard_map(eqn, on_shards, xs, places)
+
+        results = env.build.call(mapped, [*args, *low])
+        count = len(eqn.outvars)
+        _write(env, eqn, results[:count], decision.stored)
+        for t, copy in zip(copies.results, results[count:], strict=True):
+            env.receive(eqn.outvars[t.position], [copy], t)
 
 
 def _cross(

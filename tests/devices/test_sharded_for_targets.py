@@ -1,0 +1,67 @@
+"""What devices send each other in programs that XLA compiles for several of them."""
+
+import json
+
+import pytest
+
+from tests.devices.test_compiled_for_targets import ran
+
+pytestmark = pytest.mark.targets
+
+SENT = """
+import collections, json, re, sys
+import jax, numpy as np, precpass as pp
+from precpass.devices.targets import target_of
+from tests.support.sharded_programs import PROGRAMS, abstract
+
+KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
+BYTES = {{"f32": 4, "bf16": 2, "u16": 2}}
+
+def sent(text):
+    "The bytes of the operands of all collectives in a program's text, by kind and format."
+    types = dict(re.findall(r"(%[\\w.-]+) = (\\(.*?\\)|\\S+) ", text))
+    found = collections.Counter()
+    calls = re.findall(r" (" + KINDS + r")(?:-start)?\\((%.*?)\\)(?:,|$)", text, re.MULTILINE)
+    for kind, operands in calls:
+        for name in re.findall(r"%[\\w.-]+", operands):
+            for dtype, shape in re.findall(r"(\\w+)\\[([\\d,]*)\\]", types[name]):
+                if dtype in BYTES:
+                    sizes = [int(n) for n in shape.split(",") if n]
+                    found[f"{{kind}} {{dtype}}"] += int(np.prod(sizes)) * BYTES[dtype]
+    return {{what: size for what, size in found.items() if size >= 2**14}}
+
+program = PROGRAMS[{name!r}](list(target_of("h100:4").devices), 256)
+loss, forms = program.loss, []
+with program.in_force():
+    for fn in (jax.grad(loss), pp.auto_mixed(jax.grad(loss)), jax.grad(pp.auto_mixed(loss))):
+        jitted = jax.jit(lambda params, x, fn=fn: fn(params, x))
+        forms.append(sent(jitted.lower(*program.arguments(abstract)).compile().as_text()))
+print(json.dumps(forms))
+"""
+
+GATHERED = {"all-gather bf16", "all-reduce f32"}
+SHARDED = {
+    "data_parallel": {"all-reduce f32"},
+    "fsdp_constraint": GATHERED,
+    "fsdp_reshard": {"all-gather bf16", "reduce-scatter f32"},
+    "fsdp_shard_map": {"all-gather bf16", "reduce-scatter f32"},
+    "offloaded": GATHERED | {"all-to-all bf16", "all-to-all f32"},
+    "pipeline": {"collective-permute f32"},
+    "ring_attention": {"all-reduce f32", "collective-permute bf16", "collective-permute f32"},
+}
+"""What the mixed programs send. The cotangents of a ring's keys are sums, and travel in float32."""
+
+
+@pytest.mark.release(keep=3)
+@pytest.mark.parametrize("name", SHARDED)
+def test_gathered_weights_are_sent_in_16_bits_and_their_gradients_in_float32(name: str):
+    float32, *mixed = json.loads(ran("-c", SENT.format(name=name)))
+    for form in mixed:
+        assert set(form) <= SHARDED[name]
+        for kind in ("all-reduce", "reduce-scatter"):
+            assert form.get(f"{kind} f32") == float32.get(f"{kind} f32")
+        if "all-gather f32" in float32:
+            assert form["all-gather bf16"] == float32["all-gather f32"] / 2
+        if name == "ring_attention":
+            assert form["collective-permute bf16"] == float32["collective-permute f32"] / 4
+            assert form["collective-permute f32"] == float32["collective-permute f32"] / 2
