@@ -29,8 +29,8 @@ MAX_FOLDER_LINES = {
     "planner": 3_450,
     "policy": 2_100,
     "report": 4_025,
-    "rewrite": 2_350,
-    "testing": 450,
+    "rewrite": 2_375,
+    "testing": 425,
     "view": 3_700,
 }
 """What each folder had when it was last counted. A change that adds a mechanism takes one away."""
