@@ -146,6 +146,7 @@ class Mismatch:
 
     Attributes:
         source: your source line.
+        module: the path of the module that it calls; "" outside of modules.
         scope: the name scopes around them.
         primitive: the name of their primitive.
         operands: their types.
@@ -156,6 +157,7 @@ class Mismatch:
     """
 
     source: Source
+    module: str
     scope: str
     primitive: str
     operands: tuple[str, ...]
@@ -201,11 +203,11 @@ class Problems:
         yield from self.notes
         if total := sum(found.times for found in self.mismatches):
             yield f"{counted(total, 'equation')} {are(total)} not in the precision {self.against}"
-        by_line: dict[Source, list[Mismatch]] = {}
+        by_line: dict[tuple[Source, str], list[Mismatch]] = {}
         for found in self.mismatches:
-            by_line.setdefault(found.source, []).append(found)
-        for source, there in by_line.items():
-            yield "".join(text for text, _ in heading(source))
+            by_line.setdefault((found.source, found.module), []).append(found)
+        for place, there in by_line.items():
+            yield "".join(text for text, _ in heading(*place))
             yield from (f"  {found}" for found in _folded(there))
             for what in dict.fromkeys(filter(None, (found.remedy for found in there))):
                 yield f"    to change it: {what}"
@@ -223,7 +225,8 @@ def _mismatches(found: list[tuple[Named, str]]) -> tuple[Mismatch, ...]:
     times: Counter[Mismatch] = Counter()
     for (info, decision, scope, _), wanted in found:
         operands = tuple(map(str, info.operands))
-        place = info.source, clean_scope(scope), info.primitive, operands
+        site = info.site
+        place = site.source, site.module, clean_scope(scope), info.primitive, operands
         times[Mismatch(*place, str(decision.compute), wanted, decision.reason)] += 1
     return tuple(dataclasses.replace(one, times=n) for one, n in times.items())
 

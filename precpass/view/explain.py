@@ -198,10 +198,9 @@ class Explanation:
             all_low = "every matrix product runs in low precision"
             why = "the others should keep their precision" if self.wide else all_low
             why = f": {why}" if self.verdict.after.products else ""
-            audit = (
-                " `audit` shows what the compiler makes of it." if self.verdict.after.low else ""
-            )
-            yield [(f"There is nothing to change{why}.{audit}", "")]
+            yield [(f"There is nothing left to lower{why}.", "")]
+            if self.verdict.after.low:
+                yield [("`compare` shows its accuracy, `audit` what the compiler does.", "reason")]
         for number, (text, sites) in enumerate(remedies[:most], 1):
             yield [(f"{number}. ", ""), (text, "wide")]
             if where := [_placed(site) for site in sites if site.source.file]:

@@ -187,3 +187,13 @@ def test_what_is_saved_for_the_backward_pass_says_why_it_is_not_half():
     text = str(pp.explain(jax.grad(loss))(jnp.ones((64, 64)), jnp.ones((64, 64))))
     _, _, after = text.partition("Saved for the backward pass in float32:\n")
     assert "XLA may compute it again" in after
+
+
+@pytest.mark.parametrize("library", GRADIENTS)
+def test_a_failing_check_names_modules_and_the_lines_that_call_them(library):
+    fn, args = GRADIENTS[library]
+    with promoting(), pytest.raises(AssertionError) as raised:
+        pp.testing.assert_precision(fn, args(), {"dot_general": "f32"})
+    text = str(raised.value)
+    assert f"{INNER[library].replace('*', '0')}  tests/support/layered.py:" in text
+    assert not any(file in text for file in ("linear.py:", "basic.py:", "flax/", "haiku/"))

@@ -29,6 +29,8 @@ def conclusion(rows: Sequence[Any], without_bfloat16: bool) -> str:
     is_right = (first.error or 0.0) < _OWN
     wrong = [row for row in finite if is_right and (row.error or 0.0) >= _WRONG]
     said = _said_of(first, broken, wrong) + _of_integers(finite)
+    if not is_right and (first.error or 0.0) >= _WRONG:
+        said += f" {first.name} has no correct digit either: see `keep('f64')`."
     usable = [row for row in finite if row not in wrong and not row.refused]
     return ((_of_usable(first, usable, without_bfloat16) if usable else "") + said).strip()
 
@@ -39,14 +41,17 @@ def _of_usable(first: Any, usable: Sequence[Any], without_bfloat16: bool) -> str
     if not timed:
         return _untimed(first, usable)
     best = min(timed, key=lambda row: row.ratio)
-    if best.ratio >= _FASTER:
+    if best.ratio >= _FASTER and without_bfloat16:
         return _not_faster(first, best, timed, without_bfloat16)
     takes = f"takes {best.ratio:.2f} of the time of {first.name}"
-    if best.timing.quartiles[1] >= first.timing.quartiles[0]:
+    (low, high), (its_low, its_high) = best.timing.quartiles, first.timing.quartiles
+    if low <= its_high and its_low <= high:
         return (
-            f"It is not certain that {best.name} is faster: it {takes}, but their times overlap. "
-            f"Give more rounds on an idle machine.{_holds(first, best)}{_AUDIT}"
+            f"It is not certain which is faster: {best.name} {takes}, but their times overlap. "
+            f"Give more rounds on an idle machine, such as rounds=50.{_holds(first, best)}{_AUDIT}"
         )
+    if best.ratio >= _FASTER:
+        return _not_faster(first, best, timed, without_bfloat16)
     return f"Use {best.name}: it {takes}{_memory(first, best)}{_error(first, best)}."
 
 
