@@ -79,8 +79,9 @@ def _words(key: str, place: str = "") -> str:
 
 def _outside_keeps(key: str) -> str:
     """A key without `keep` regions: an equation is the same one in and outside of them."""
-    scope, _, name = key.partition("|")
-    return "/".join(part for part in scope.split("/") if not innermost_keep(part)) + f"|{name}"
+    scope, function, primitive = key.rsplit("|", 2)
+    parts = (part for part in scope.split("/") if not innermost_keep(part))
+    return f"{'/'.join(parts)}|{function}|{primitive}"
 
 
 def written(plan: Plan) -> str:
@@ -144,9 +145,13 @@ def read(text: str, where: str) -> PrecisionPolicy:
         )
     try:
         texts = whole["equations"]
-        # Older files name regions of `keep`.
-        old = {key: key if (new := _outside_keeps(key)) in texts else new for key in texts}
-        entries = tuple((old[key], tuple(_lengthened(t))) for key, t in texts.items())
+        # Older files have the regions of `keep` in their keys. They stay there if two keys differ
+        # in nothing else: which of their equations came first is not known.
+        bare = Counter(map(_outside_keeps, texts))
+        keys = (new if bare[new := _outside_keeps(key)] == 1 else key for key in texts)
+        entries = tuple(
+            (key, tuple(_lengthened(t))) for key, t in zip(keys, texts.values(), strict=True)
+        )
         policy = policy_from(whole["policy"])
         left_out = tuple(map(str, whole["policy"]["rules_left_out"]))
         costs = str(whole.get("costs", ""))

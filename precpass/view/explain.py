@@ -200,7 +200,12 @@ class Explanation:
             why = f": {why}" if self.verdict.after.products else ""
             yield [(f"There is nothing left to lower{why}.", "")]
             if self.verdict.after.low:
-                yield [("`compare` shows its accuracy, `audit` what the compiler does.", "reason")]
+                yield [
+                    (
+                        "`compare` shows the error, and `audit` what the compiler makes of it.",
+                        "reason",
+                    )
+                ]
         for number, (text, sites) in enumerate(remedies[:most], 1):
             yield [(f"{number}. ", ""), (text, "wide")]
             if where := [_placed(site) for site in sites if site.source.file]:

@@ -465,3 +465,20 @@ def test_a_layer_that_moves_into_a_keep_region_is_the_same_layer(tmp_path):
     said = str(raised.value)
     assert "1 equation is not in the precision" in said and "no longer there" not in said
     assert "b.py:5" in said and "in f32, not bf16 as it was saved" in said
+
+
+def test_an_older_file_with_keep_regions_in_its_keys_is_followed(tmp_path):
+    def fn(x, w):
+        with pp.keep("bf16"):
+            return x @ w
+
+    path = tmp_path / "plan.json"
+    pp.inspect(fn)(X, W).plan.save(path)
+    whole = json.loads(path.read_text())
+    (key,) = whole["equations"]
+    assert "keep" not in key
+    for old in (["precpass.keep[f32]"], ["precpass.keep[f32]", "precpass.keep[bf16]"]):
+        whole["equations"] = {f"{mark}{key}": "bf16" for mark in old}
+        path.write_text(json.dumps(whole))
+        entries = [name for name, _ in pp.Plan.load(path).lock.entries]
+        assert entries == ([key] if len(old) == 1 else [f"{mark}{key}" for mark in old])

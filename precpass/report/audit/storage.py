@@ -177,10 +177,7 @@ def collectives(sides: Sides) -> Iterator[Change]:
     known = {(of.name, of.calls) for of in found}
     for placed in itertools.chain.from_iterable(sides.compiled.values()):
         narrow = _cast_behind(sides.modules[1], placed)
-        shape = next(
-            (s for s in _sent(placed) if s.bits > bits(narrow) > 0),
-            None,
-        )
+        shape = next((s for s in _sent(placed) if s.bits > bits(narrow) > 0), None)
         if shape is not None:
             name = _collective(placed)
             types = f"{name} {dataclasses.replace(shape, dtype=narrow)}", f"{name} {shape}"
@@ -218,10 +215,7 @@ def _of_planned(sides: Sides) -> Iterator[Change]:
         findings = _widened_as_asked(asked, sent) if asked else _wider_than_planned(planned, sent)
         for name, narrow, wide in findings:
             first = (asked or planned)[0]
-            shape = next(
-                (s for c in sent for s in _sent(c) if s.dtype == wide),
-                wide,
-            )
+            shape = next((s for c in sent for s in _sent(c) if s.dtype == wide), wide)
             before = next((s for s in first.instruction.shapes if s.dtype == narrow), narrow)
             types = f"{name} {before}", f"{name} {shape}"
             yield change(

@@ -30,7 +30,7 @@ def conclusion(rows: Sequence[Any], without_bfloat16: bool) -> str:
     wrong = [row for row in finite if is_right and (row.error or 0.0) >= _WRONG]
     said = _said_of(first, broken, wrong) + _of_integers(finite)
     if not is_right and (first.error or 0.0) >= _WRONG:
-        said += f" {first.name} has no correct digit either: see `keep('f64')`."
+        said += f" {first.name} has no correct digit: use `keep('f64')`."
     usable = [row for row in finite if row not in wrong and not row.refused]
     return ((_of_usable(first, usable, without_bfloat16) if usable else "") + said).strip()
 
@@ -44,11 +44,11 @@ def _of_usable(first: Any, usable: Sequence[Any], without_bfloat16: bool) -> str
     if best.ratio >= _FASTER and without_bfloat16:
         return _not_faster(first, best, timed, without_bfloat16)
     takes = f"takes {best.ratio:.2f} of the time of {first.name}"
-    (low, high), (its_low, its_high) = best.timing.quartiles, first.timing.quartiles
-    if low <= its_high and its_low <= high:
+    low, high = best.timing.ratios(first.timing).quartiles
+    if low <= 1 <= high:
         return (
-            f"It is not certain which is faster: {best.name} {takes}, but their times overlap. "
-            f"Give more rounds on an idle machine, such as rounds=50.{_holds(first, best)}{_AUDIT}"
+            f"It is not certain which is faster: {best.name} {takes}, with quartiles of {low:.2f} "
+            f"and {high:.2f}. Use more rounds, such as rounds=50.{_holds(first, best)}{_AUDIT}"
         )
     if best.ratio >= _FASTER:
         return _not_faster(first, best, timed, without_bfloat16)
@@ -123,15 +123,15 @@ def _holds(first: Any, row: Any) -> str:
     if row.counts.low <= first.counts.low:
         return ""
     share = f"{row.name} runs {row.counts.low_flops:.0%} of its FLOPs in low precision"
-    memory = _memory(first, row).replace(" and ", " and takes ").replace("its", f"{first.name}'s")
+    memory = _memory(first, row, verb="takes ", whose=f"{first.name}'s")
     return f" {share}{memory}{_error(first, row)}."
 
 
-def _memory(first: Any, row: Any) -> str:
+def _memory(first: Any, row: Any, verb: str = "", whose: str = "its") -> str:
     if row.memory is None or first.memory is None or not first.memory.temp:
         return ""
     ratio = row.memory.temp / first.memory.temp
-    return f" and {ratio:.2f} of its temporary memory" if ratio < _SMALLER else ""
+    return f" and {verb}{ratio:.2f} of {whose} temporary memory" if ratio < _SMALLER else ""
 
 
 def _error(first: Any, row: Any) -> str:
