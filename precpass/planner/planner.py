@@ -20,7 +20,7 @@ from precpass.analysis.graph import Graph
 from precpass.analysis.need import EXACT_NOWHERE, ExactProducts
 from precpass.analysis.operand_origin import is_recast
 from precpass.analysis.propagate import ValueRanges
-from precpass.devices.peaks import device_named, peaks_of_kind
+from precpass.devices.peaks import peaks_of_kind
 from precpass.plan import reasons
 from precpass.plan.borders import Border, across
 from precpass.plan.decisions import border_of, crossing_formats, enter
@@ -121,7 +121,7 @@ class Planner:
         self._writes_on = writes_on
         self._platform = _COMPILERS.get(platform, platform)
         self._peaks = peaks_of_kind(self._platform, device_kind)
-        self._sums_last = device_named(self._platform, device_kind).peaks.sums_last
+        self._sums_last = self._peaks is not None and self._peaks.sums_last
         self.notes: list[str] = []
         self.lowered: dict[Any, ir.Contents] = {}
         self.shared: dict[Any, Plan] = {}

@@ -155,7 +155,7 @@ class PrecisionPolicy:
     )
     parameters: Precision = _option(Precision.F32, _FORMATS)
     weight_gradients: Precision | None = _option(
-        None, {Precision.BF16: "", Precision.F8E4M3: "", None: "as the device is known to gain"}
+        None, {Precision.BF16: "", Precision.F8E4M3: "", None: "by device"}
     )
     alias: str = dataclasses.field(default="", compare=False)
 
@@ -261,7 +261,7 @@ class PrecisionPolicy:
         return dataclasses.replace(self, rules=(*rules, rule), alias="")
 
     def with_weight_gradients(self, precision: Precision | str | None) -> PrecisionPolicy:
-        """Return this policy with weight gradients in "bf16" or "f8e4m3"; None to go by device."""
+        """Return this policy with weight gradients in "bf16" or "f8e4m3"; None is by device."""
         return self._with("weight_gradients", precision)
 
     @property
