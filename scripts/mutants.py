@@ -5,7 +5,7 @@ its folder and of the contract run until one fails, as `scripts/test` runs them.
 the same mutants from the same files. A mutant that survives is either a fault that no test finds or
 a change that makes no difference: read its diff, which is printed.
 
-    scripts/mutants                        # 60 mutants of planner/, rewrite/ and analysis/
+    scripts/mutants                        # 60 mutants
     scripts/mutants --only 3 17 --whole    # two of them against every case
 """
 
@@ -33,7 +33,7 @@ from rich.progress import Progress
 from rich.syntax import Syntax
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("analysis", "planner", "rewrite")
+FOLDERS = ("analysis", "backends", "planner", "rewrite")
 # one change for each kind of expression: more of one position are found or missed together
 OPERATORS = (
     *(

@@ -15,21 +15,22 @@ MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 60
 MAX_COMPLEXITY = 20
 """The largest cyclomatic complexity that radon grades C."""
-MAX_FLOORS = 10
+MAX_FLOORS = 11
 MAX_FOLDER_LINES = {
     "analysis": 3_950,
     "autotune": 525,
+    "backends": 575,
     "cli": 1_275,
     "devices": 950,
-    "jaxpr": 5_650,
+    "jaxpr": 5_775,
     "jit": 2_800,
     "measure": 1_550,
     "numerics": 4_875,
     "plan": 1_400,
-    "planner": 3_450,
+    "planner": 3_100,
     "policy": 2_100,
     "report": 4_025,
-    "rewrite": 2_375,
+    "rewrite": 2_140,
     "testing": 425,
     "view": 3_700,
 }
@@ -52,8 +53,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis": {"units", "policy", "jaxpr"},
     "measure": {"policy", "devices", "jaxpr", "analysis"},
     "plan": {"units", "policy", "jaxpr"},
-    "planner": {"units", "policy", "devices", "jaxpr", "analysis", "plan"},
-    "rewrite": {"policy", "jaxpr", "analysis", "plan"},
+    "backends": {"policy", "jaxpr", "analysis", "plan"},
+    "planner": {"units", "policy", "devices", "jaxpr", "analysis", "plan", "backends"},
+    "rewrite": {"policy", "jaxpr", "analysis", "plan", "backends"},
     "view": {"units", "policy", "jaxpr", "analysis", "measure", "plan", "rewrite"},
     "autotune": {
         *("units", "policy", "devices", "jaxpr", "analysis", "measure", "plan", "planner"),

@@ -21,8 +21,7 @@ class BorderCopy(NamedTuple):
         position: the value's, among the body's operands or among its results.
         precision: the copy's.
         rounds: whether every reader inside reads the rounded value.
-        as_bits: whether unsigned integers carry its 16 bits, for XLA:CPU. On a TPU integers are
-            laid out in another way than bfloat16, and each bitcast would rewrite the array.
+        as_bits: whether unsigned integers carry its 16 bits (`Backend.border_bits`).
         is_stack: whether it is, outside of a loop's body, the stack of which the body has slices.
     """
 

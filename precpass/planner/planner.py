@@ -20,7 +20,8 @@ from precpass.analysis.graph import Graph
 from precpass.analysis.need import EXACT_NOWHERE, ExactProducts
 from precpass.analysis.operand_origin import is_recast
 from precpass.analysis.propagate import ValueRanges
-from precpass.devices.peaks import peaks_of_kind
+from precpass.backends.backend import Backend, backend_of
+from precpass.backends.cpu_transposes import eliminate_transposes
 from precpass.plan import reasons
 from precpass.plan.borders import Border, across
 from precpass.plan.decisions import border_of, crossing_formats, enter
@@ -29,20 +30,15 @@ from precpass.plan.reasons import DecidedBy
 from precpass.planner.decide import decide
 from precpass.planner.query import Queries, Query
 from precpass.planner.requests import PolicyRequests
-from precpass.planner.result_formats import PLATFORMS, with_low_results
-from precpass.planner.scaled_products import is_derivative, is_given, why_not_scaled
+from precpass.planner.result_formats import with_low_results
+from precpass.planner.scaled_products import ScaledProducts
 from precpass.planner.storage.assignment import assign_storage
-from precpass.planner.transposes import eliminate_transposes
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 from precpass.policy.scopes import innermost_keep, is_fixed, join_scopes
 
 __all__ = ["Planner", "distinguish", "make_plan"]
-
-
-_COMPILERS = {"cuda": "gpu", "rocm": "gpu"}
-"""The names of the platforms that XLA's one compiler for GPUs serves."""
 
 
 def make_plan(
@@ -68,18 +64,11 @@ def make_plan(
     """
     graph = Graph.build(jaxpr, lambda inner: distinguish(policy, join_scopes(scope, inner)))
     analysis = Analysis(graph, closed_over)
-    has_low_results = platform in PLATFORMS and policy.results == "auto"
-    writes_on = platform if has_low_results and policy.low is Precision.BF16 else ""
-    planner = Planner(
-        analysis,
-        policy,
-        scope,
-        writes_on=writes_on,
-        platform=platform,
-        device_kind=device_kind,
-    )
-    plan = planner.root(border)
-    return with_low_results(plan, analysis) if has_low_results else plan
+    backend = backend_of(platform)
+    if policy.results == "f32":
+        backend = backend._replace(has_low_results=False)
+    plan = Planner(analysis, policy, scope, backend, device_kind).root(border)
+    return with_low_results(plan, analysis) if backend.has_low_results else plan
 
 
 def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:
@@ -98,9 +87,7 @@ class Planner:
         analysis: of the program.
         policy: what to aim for.
         scope: the name scopes around the program.
-        writes_on: the platform whose compiler's fusions write values that are stored in the low
-            format where that loses no digits (`planner.storage.materialized`); "" for none.
-        platform: as for `make_plan`.
+        backend: the compiler that the plan is for.
         device_kind: as for `make_plan`.
     """
 
@@ -109,19 +96,15 @@ class Planner:
         analysis: Analysis,
         policy: PrecisionPolicy,
         scope: str,
-        *,
-        writes_on: str = "",
-        platform: str = "cpu",
-        device_kind: str = "",
+        backend: Backend,
+        device_kind: str,
     ) -> None:
         self.analysis = analysis
         self.graph = analysis.graph
         self.policy = policy
         self.scope = scope
-        self._writes_on = writes_on
-        self._platform = _COMPILERS.get(platform, platform)
-        self._peaks = peaks_of_kind(self._platform, device_kind)
-        self._sums_last = self._peaks is not None and self._peaks.sums_last
+        self._backend = backend
+        self._scaled = ScaledProducts(self.graph, policy, backend, device_kind)
         self.notes: list[str] = []
         self.lowered: dict[Any, ir.Contents] = {}
         self.shared: dict[Any, Plan] = {}
@@ -143,9 +126,7 @@ class Planner:
         plan = self.plan(self.analysis.facts, exact, (), decides=False, border=border)
         if self._assigns_storage and plan.lowers:
             low = self.policy.precision_for(OpKind.COMPUTE)
-            of = self.analysis, self.requests, low
-            writes_on, platform = self._writes_on, self._platform
-            plan = assign_storage(plan, *of, writes_on=writes_on, platform=platform)
+            plan = assign_storage(plan, self.analysis, self.requests, low, self._backend)
         notes = dict.fromkeys((*self.notes, *self.requests.saved_plan_warnings()))
         saved, unmatched = self.policy.lock, self.requests.unmatched()
         costs = f"in the saved plan: {saved.costs}" if saved and saved.costs else ""
@@ -267,78 +248,21 @@ class Planner:
         if decision.action is not Action.LOWER or decision.compute is None:
             return decision
         if decision.product.scaled is not None:
-            decision = self._scaled(eqn, body, decision)
+            decision = self._scaled.planned(eqn, body, decision)
         lhs, rhs = (is_recast(self.graph, body, v) for v in eqn.invars[:2])
         if not (lhs or rhs):
             return decision
         form = decision.product._replace(recast_in_backward=(lhs, rhs))
         return dataclasses.replace(decision, product=form)
 
-    def _scaled(self, eqn: ir.Eqn, body: int, decision: Decision) -> Decision:
-        """The decision for a product that is to multiply in 8 bits, or why it does not."""
-        scaled = decision.product.scaled
-        assert scaled is not None
-        is_by_size = decision.decided_by is DecidedBy.PRESET
-        against = why_not_scaled(eqn, scaled, in_tiles=is_by_size)
-        if not against and is_derivative(self.graph.scope_in(body, eqn)):
-            if scaled.is_forward_only:
-                against = "derivatives are in bf16"
-            elif self._has_low_gradients(is_by_size) and not any(self._are_given(body, eqn)):
-                against = "it is the gradient of a weight"
-                if self.policy.weight_gradients is None:
-                    against += ': to lower it, add with_weight_gradients("f8e4m3")'
-        if against:
-            why = decision.reason.plus(reasons.NOT_SCALED, scaled, against)
-            form = decision.product._replace(scaled=None, not_scaled=scaled)
-            return dataclasses.replace(decision, product=form, reason=why)
-        if self._is_emulated(scaled):
-            device = self._peaks or self._platform.upper()
-            why = decision.reason.plus(reasons.RUNS_AS, scaled, device, "an emulation of it")
-            decision = dataclasses.replace(decision, reason=why)
-        scaled_cotangents = self._scaled_cotangents(body, eqn, scaled, is_by_size)
-        sums_last = self._sums_last and not scaled.is_forward_only
-        form = decision.product._replace(scaled_cotangents=scaled_cotangents, summed_last=sums_last)
-        return dataclasses.replace(decision, product=form)
-
-    def _is_emulated(self, scaled: Precision) -> bool:
-        """Whether XLA widens a scaled product on the device, as far as that is known."""
-        if self._peaks is not None:
-            return self._peaks.flops(str(scaled)) is None
-        return self._platform == "cpu" and scaled is not Precision.INT8
-
-    def _are_given(self, body: int, eqn: ir.Eqn) -> tuple[bool, bool]:
-        lhs, rhs = (is_given(self.graph, body, v) for v in eqn.invars)
-        return lhs, rhs
-
-    def _has_low_gradients(self, is_by_size: bool) -> bool:
-        """Whether the gradients of weights have 16 bits where other derivatives have 8.
-
-        Units that take only summed dimensions last need activations and cotangents in a second
-        order for them.
-        """
-        asked = self.policy.weight_gradients
-        return self._sums_last and is_by_size if asked is None else asked is Precision.BF16
-
-    def _scaled_cotangents(
-        self, body: int, eqn: ir.Eqn, scaled: Precision, is_by_size: bool
-    ) -> tuple[bool, bool]:
-        """For each operand of a scaled product, whether its cotangent is one of 8 bits."""
-        if scaled.is_forward_only:
-            return False, False
-        if not self._has_low_gradients(is_by_size):
-            return True, True
-        # The cotangent of one operand is a product of the other one.
-        lhs, rhs = self._are_given(body, eqn)
-        return rhs, lhs
-
     def _multiplied(self, eqn: ir.Eqn, decision: Decision) -> Decision:
         """The decision with what runs instead, where the platform does not multiply so."""
         assert decision.compute is not None
         is_dot = ir.dot_numbers(eqn) is not None
-        instead = decision.compute.runs_as(self._platform, is_dot=is_dot)
+        instead = decision.compute.runs_as(self._backend.name, is_dot=is_dot)
         if not instead:
             return decision
-        device = self._platform.upper()
+        device = self._backend.name.upper()
         reason = decision.reason.plus(reasons.RUNS_AS, decision.compute, device, instead)
         return dataclasses.replace(decision, reason=reason)
 

@@ -32,10 +32,7 @@ from precpass.planner.planned_bodies import planned_bodies
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 
-__all__ = ["PLATFORMS", "with_low_results"]
-
-PLATFORMS = frozenset(("gpu", "cuda", "rocm", "tpu"))
-"""JAX's names of the platforms whose products are planned with results in 16 bits."""
+__all__ = ["with_low_results"]
 
 _READ = Digits.SUBTRACTED | Digits.COMPARED | Digits.RANKED
 _HANDED_ON = frozenset(("pvary", "all_gather", "all_gather_invariant", "device_put"))

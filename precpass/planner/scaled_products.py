@@ -1,17 +1,24 @@
-"""Which of the products that a policy asks for in 8 bits have a form for that."""
+"""Which of the products that a policy asks for in 8 bits have a form for that, and which form."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import handed_on_operand
 from precpass.analysis.graph import Graph
 from precpass.analysis.sizes import product_sizes
+from precpass.backends.backend import Backend
+from precpass.devices.peaks import peaks_of_kind
+from precpass.plan import reasons
+from precpass.plan.plan import Decision
+from precpass.plan.reasons import DecidedBy
+from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.scopes import is_backward
 
-__all__ = ["is_derivative", "is_given", "why_not_scaled"]
+__all__ = ["ScaledProducts", "why_not_scaled"]
 
 TILE = 16
 """The dimensions of a product in 8 bits are multiples of this, as cublasLt demands of float8
@@ -47,6 +54,88 @@ def why_not_scaled(eqn: ir.Eqn, precision: Precision, *, in_tiles: bool) -> str:
     known = (n for n in product_sizes(eqn) if isinstance(n, int))
     odd = next((n for n in known if n % TILE), 0) if in_tiles else 0
     return f"{odd} is not a multiple of {TILE}" if odd else ""
+
+
+class ScaledProducts:
+    """The products of a program that multiply in 8 bits.
+
+    Args:
+        graph: the program.
+        policy: what to aim for.
+        backend: the compiler that the plan is for.
+        device_kind: JAX's name of the device.
+    """
+
+    def __init__(
+        self, graph: Graph, policy: PrecisionPolicy, backend: Backend, device_kind: str
+    ) -> None:
+        self._graph = graph
+        self._backend = backend
+        self._asked = policy.weight_gradients
+        self._peaks = peaks_of_kind(backend.name, device_kind)
+        self._sums_last = self._peaks is not None and self._peaks.sums_last
+
+    def planned(self, eqn: ir.Eqn, body: int, decision: Decision) -> Decision:
+        """The decision for a product that is to multiply in 8 bits, or why it does not."""
+        scaled = decision.product.scaled
+        assert scaled is not None
+        is_by_size = decision.decided_by is DecidedBy.PRESET
+        if against := self._why_not(eqn, body, scaled, is_by_size=is_by_size):
+            why = decision.reason.plus(reasons.NOT_SCALED, scaled, against)
+            form = decision.product._replace(scaled=None, not_scaled=scaled)
+            return dataclasses.replace(decision, product=form, reason=why)
+        if self._is_emulated(scaled):
+            device = self._peaks or self._backend.name.upper()
+            why = decision.reason.plus(reasons.RUNS_AS, scaled, device, "an emulation of it")
+            decision = dataclasses.replace(decision, reason=why)
+        form = decision.product._replace(
+            scaled_cotangents=self._scaled_cotangents(body, eqn, scaled, is_by_size),
+            summed_last=self._sums_last and not scaled.is_forward_only,
+        )
+        return dataclasses.replace(decision, product=form)
+
+    def _why_not(self, eqn: ir.Eqn, body: int, scaled: Precision, *, is_by_size: bool) -> str:
+        against = why_not_scaled(eqn, scaled, in_tiles=is_by_size)
+        if against or not is_derivative(self._graph.scope_in(body, eqn)):
+            return against
+        if scaled.is_forward_only:
+            return "derivatives are in bf16"
+        if not self._has_low_gradients(is_by_size) or any(self._are_given(body, eqn)):
+            return ""
+        hint = ': to lower it, add with_weight_gradients("f8e4m3")' if self._asked is None else ""
+        return f"it is the gradient of a weight{hint}"
+
+    def _is_emulated(self, scaled: Precision) -> bool:
+        """Whether XLA widens a scaled product on the device, as far as that is known."""
+        if self._peaks is not None:
+            return self._peaks.flops(str(scaled)) is None
+        return self._backend.emulates_float8 and scaled is not Precision.INT8
+
+    def _are_given(self, body: int, eqn: ir.Eqn) -> tuple[bool, bool]:
+        lhs, rhs = (is_given(self._graph, body, v) for v in eqn.invars)
+        return lhs, rhs
+
+    def _has_low_gradients(self, is_by_size: bool) -> bool:
+        """Whether the gradients of weights have 16 bits where other derivatives have 8.
+
+        Units that take only summed dimensions last need activations and cotangents in a second
+        order for them.
+        """
+        if self._asked is None:
+            return self._sums_last and is_by_size
+        return self._asked is Precision.BF16
+
+    def _scaled_cotangents(
+        self, body: int, eqn: ir.Eqn, scaled: Precision, is_by_size: bool
+    ) -> tuple[bool, bool]:
+        """For each operand of a scaled product, whether its cotangent is one of 8 bits."""
+        if scaled.is_forward_only:
+            return False, False
+        if not self._has_low_gradients(is_by_size):
+            return True, True
+        # The cotangent of one operand is a product of the other one.
+        lhs, rhs = self._are_given(body, eqn)
+        return rhs, lhs
 
 
 def is_derivative(scope: str) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from precpass import jaxpr as ir
+from precpass.backends.cpu_kernels import needs_barriers
 from precpass.policy.precision import Precision
-from precpass.rewrite.cpu_kernels import needs_barriers
 from precpass.rewrite.scaled_product import Rounding
 
 __all__ = ["low_copy", "quantized_copy"]

@@ -17,19 +17,17 @@ from precpass import jaxpr as ir
 from precpass.analysis.equations import (
     grows,
     handed_on_operand,
-    hands_on_layout,
     is_wide,
     moved_operand,
 )
 from precpass.analysis.sizes import nbytes
+from precpass.backends.cpu_layouts import Layouts
 from precpass.plan.borders import Border, BorderCopy, across
 from precpass.plan.plan import BackwardForm
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import named
 from precpass.policy.warned import PrecisionWarning, user_stacklevel
 from precpass.rewrite.copies import low_copy
-from precpass.rewrite.cpu_kernels import is_in_order
-from precpass.rewrite.dot_numbers import untransposed
 from precpass.rewrite.eight_bits import EightBits, eight_bit_avals
 from precpass.rewrite.scaled_product import Rounding
 
@@ -64,6 +62,7 @@ class Env:
     def __init__(self, opened: ir.Jaxpr, build: ir.Builder) -> None:
         self.opened = opened
         self.build = build
+        self._layouts = Layouts(opened)
         self.values: dict[Any, Any] = {}
         self.low_copies: dict[tuple[Any, Precision], Any] = {}
         self.wide_copies: dict[tuple[Any, Precision], Any] = {}
@@ -285,7 +284,7 @@ class Env:
             self._move_low(maker, precision)
         if key not in self.low_copies:
             near = self._nearest(atom, precision)
-            value, flat = self.values.get(near, near), atom in self.out_of_order
+            value, flat = self.values.get(near, near), atom in self._layouts.out_of_order
             self.low_copies[key] = low_copy(self.build, value, precision, flat=flat)
         return self.low_copies[key]
 
@@ -293,53 +292,11 @@ class Env:
         """As `EightBits.copy`."""
         return self.eight_bits.copy(atom, self.read(atom), rounding)
 
-    @functools.cached_property
-    def transposed(self) -> dict[Any, Any]:
-        """The body's transposes, by their results."""
-        return ir.transposes(self.opened)
-
-    @functools.cached_property
-    def out_of_order(self) -> set[Any]:
-        """The results of transposes, and the matrices that are computed or moved from them.
-
-        XLA gives the results of such equations the layout of their operands. Values with more
-        dimensions are left alone: XLA's kernels take most of their layouts, and reordering them
-        costs more (measured: tangents under a vmap took twice the time of a gradient).
-        """
-        transposed, is_literal = set(self.transposed), ir.is_literal
-        for eqn in self.opened.eqns if transposed else ():
-            for v in eqn.invars:
-                if not is_literal(v) and v in transposed:
-                    if hands_on_layout(eqn):
-                        transposed.update(eqn.outvars)
-                    break
-        return {v for v in transposed if v in self.transposed or v.aval.ndim <= 2}
-
     def without_transposes(self, eqn: ir.Eqn, precision: Precision) -> Any:
-        """A product that reads its operands from before their transposes, if a dot can express it.
-
-        XLA:CPU widens those operands of a low product that are transposed matrices in memory.
-        """
-        if not self.transposed or ir.dot_numbers(eqn) is None:
-            return eqn
-        for side in (0, 1):
-            read = eqn
-            while (transpose := self._transposing(read.invars[side], precision)) is not None:
-                order = ir.permutation(transpose)
-                assert order is not None
-                numbers = untransposed(ir.dot_numbers(read), side, order)
-                if numbers is None:
-                    break
-                read = ir.with_operand(read, side, transpose.invars[0], numbers)
-                # Transposed here once more, an operand would be saved twice for the backward pass.
-                eqn = read if side == 1 or is_in_order(len(order), numbers) else eqn
-        return eqn
-
-    def _transposing(self, atom: ir.Atom, precision: Precision) -> Any:
-        """The transpose that makes a value, if no low copy of the transposed value exists yet."""
-        if ir.is_literal(atom) or atom in self.values:
-            return None
-        return None if self._is_copied(atom, precision) else self.transposed.get(atom)
+        """As `Layouts.without_transposes`."""
+        return self._layouts.without_transposes(
+            eqn, lambda v: v in self.values or self._is_copied(v, precision)
+        )
 
     def has_low(self, atom: ir.Atom, precision: Precision) -> bool:
         """Whether a low copy of a value exists, or is better made before the value is moved."""
@@ -386,7 +343,7 @@ class Env:
         results = low if ir.keeps_bits(eqn) else self.build.bind(eqn, [*low, *others])
         for var, value in zip(eqn.outvars, results, strict=True):
             self.low_copies[var, precision] = low_copy(
-                self.build, value, precision, flat=var in self.out_of_order
+                self.build, value, precision, flat=var in self._layouts.out_of_order
             )
 
     def output(self, atom: ir.Atom, border: Border) -> Any:

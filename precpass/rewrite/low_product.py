@@ -25,11 +25,11 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
+from precpass.backends.cpu_kernels import needs_barriers, runnable
+from precpass.jaxpr.dimension_numbers import Numbers, batched, kept, transposed
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.precision import Precision
 from precpass.rewrite.copies import quantized_copy
-from precpass.rewrite.cpu_kernels import needs_barriers, runnable
-from precpass.rewrite.dot_numbers import Numbers, batched, kept, transposed
 from precpass.rewrite.scaled_product import as_bits, from_bits, roundings, scaled_product
 
 __all__ = ["Bilinear", "evaluated_with_carrier", "scaled_with_carrier"]
@@ -179,7 +179,7 @@ class Bilinear(ir.Form):
         pinned = needs_barriers(self.low)
         # One value is saved for the backward pass, because product and carrier share the operand.
         low = ir.pin(low) if pinned and not (self.copied or wide) else low
-        flat = pinned and tangent.ndim <= 2  # see `Env.out_of_order`
+        flat = pinned and tangent.ndim <= 2  # see `Layouts.out_of_order`
         pair = [ir.detach(_as(self.low, tangent), pinned=pinned, flat=flat), low]
         operands = [*_ordered([tangent, other if wide else low], side), *self.others(rest)]
         shared = self._rounded_operand(rest, 1 - side) if self.scaled_cotangents[side] else None

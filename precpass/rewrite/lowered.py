@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from precpass import jaxpr as ir
+from precpass.jaxpr.dimension_numbers import kept
 from precpass.plan.plan import ProductForm
 from precpass.policy.precision import Precision
-from precpass.rewrite.dot_numbers import kept
 from precpass.rewrite.env import Env
 from precpass.rewrite.low_product import Bilinear, evaluated_with_carrier, scaled_with_carrier
 from precpass.rewrite.scaled_product import roundings

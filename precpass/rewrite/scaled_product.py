@@ -28,9 +28,9 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
+from precpass.backends.cpu_kernels import runnable
+from precpass.jaxpr.dimension_numbers import Numbers, kept, summed_last, with_summed_last
 from precpass.policy.precision import Precision
-from precpass.rewrite.cpu_kernels import runnable
-from precpass.rewrite.dot_numbers import Numbers, kept, summed_last, with_summed_last
 from precpass.rewrite.scales import SMALLEST, power_of_two_scale, result_dims, spread
 
 __all__ = [

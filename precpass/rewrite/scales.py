@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from precpass.rewrite.dot_numbers import Numbers, kept
+from precpass.jaxpr.dimension_numbers import Numbers, kept
 
 __all__ = ["SMALLEST", "power_of_two_scale", "result_dims", "spread"]
 

@@ -16,8 +16,8 @@ from jax.extend.core import jaxpr_as_fun
 import precpass as pp
 from precpass import jaxpr as ir
 from precpass.analysis.residuals import kept_bytes
+from precpass.jaxpr.dimension_numbers import batched, transposed, untransposed
 from precpass.measure.counts import count
-from precpass.rewrite.dot_numbers import batched, transposed, untransposed
 from precpass.rewrite.low_product import Bilinear
 from tests.rewrite import test_product_form
 from tests.rewrite.test_product_form import CASES, ORDERS, ordered, weighed

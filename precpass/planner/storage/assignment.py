@@ -19,20 +19,16 @@ from precpass.analysis.analysis import Analysis
 from precpass.analysis.graph import BodyNode
 from precpass.analysis.numbers import number_from_outside
 from precpass.analysis.sizes import nbytes
+from precpass.backends.backend import Backend
+from precpass.backends.fused_readers import FusedReaders
+from precpass.backends.fusions import computed_again, materialized_by_fusions, only_picks
 from precpass.plan import reasons
 from precpass.plan.borders import BorderCopies, BorderCopy
 from precpass.plan.plan import Action, BackwardForm, Decision, Plan
 from precpass.planner.planned_bodies import decisions_of
 from precpass.planner.requests import PolicyRequests
-from precpass.planner.result_formats import PLATFORMS
 from precpass.planner.storage.backward import backward_forms
 from precpass.planner.storage.facts import StorageFacts
-from precpass.planner.storage.materialized import (
-    materialized_by_fusions,
-    only_picks,
-    recomputed_on_tpu,
-)
-from precpass.planner.storage.readers import Readers
 from precpass.planner.storage.value_classes import StorageClass, StorageClasses
 from precpass.planner.storage.vetoes import why_not_stored
 from precpass.policy.precision import Precision
@@ -47,9 +43,7 @@ def assign_storage(
     analysis: Analysis,
     requests: PolicyRequests,
     low: Precision,
-    *,
-    writes_on: str = "",
-    platform: str = "cpu",
+    backend: Backend,
 ) -> Plan:
     """The plan with the storage of its values.
 
@@ -58,11 +52,9 @@ def assign_storage(
         analysis: of the program.
         requests: what the policy asks of single equations.
         low: the 16-bit format.
-        writes_on: the platform, "gpu" or "tpu", whose compiler's fusions write values to memory; ""
-            if none of these counts.
-        platform: "cpu", "gpu" or "tpu", whose compiler the plan is for.
+        backend: the compiler that the plan is for.
     """
-    assignment = _Assignment(plan, analysis, requests, low, writes_on, platform)
+    assignment = _Assignment(plan, analysis, requests, low, backend)
     return assignment.with_reasons(assignment.with_storage())
 
 
@@ -79,16 +71,15 @@ class _Assignment:
         analysis: Analysis,
         requests: PolicyRequests,
         low: Precision,
-        writes_on: str,
-        platform: str,
+        backend: Backend,
     ) -> None:
         self._plan = plan
         self.graph = analysis.graph
         self.analysis = analysis
         self.requests = requests
         self.low = low
-        self._platform = platform
-        self._writes = bool(writes_on)
+        self._backend = backend
+        self._writes = backend.has_low_results and low is Precision.BF16
         # Rows whose decision may change: products, and equations with bodies. Rows whose results
         # are rounded are added later.
         self._rows_of = [self._rows(node) for node in self.graph.bodies]
@@ -96,21 +87,16 @@ class _Assignment:
         self.reads_low = {row for row, each in self._decisions.items() if self._lowers(each)}
         materialized: Collection[int] = ()
         self._pinned: Collection[int] = ()
-        # A TPU's compiler casts a stack by itself if all readers cast it, so no plan for one does.
-        on_gpu, on_tpu = writes_on == "gpu", writes_on == "tpu"
-        if writes_on:
-            readers = Readers(self.graph, self.reads_low, of_stacks=on_gpu)
-            materialized = materialized_by_fusions(
-                self.graph, readers, analysis.idioms, on_tpu=on_tpu
-            )
-            if on_tpu:
-                self._pinned = recomputed_on_tpu(self.graph)
+        if self._writes:
+            readers = FusedReaders(self.graph, self.reads_low, of_stacks=backend.splits_stacks)
+            materialized = materialized_by_fusions(self.graph, readers, analysis.idioms, backend)
+            self._pinned = computed_again(self.graph, backend)
         self.classes = StorageClasses(
             self.graph,
             self._crosses,
             self.reads_low,
             materialized=materialized,
-            splits_stacks=on_gpu,
+            splits_stacks=self._writes and backend.splits_stacks,
         )
         self._why_not_stored = dict[int, str]()
         self._rounded, self._crossing = set[int](), set[int]()
@@ -216,7 +202,7 @@ class _Assignment:
     @functools.cached_property
     def _facts(self) -> StorageFacts:
         of = self.analysis, self.classes, self.low, self.requests
-        return StorageFacts(*of, reads_stacks=self._platform == "gpu")
+        return StorageFacts(*of, self._backend)
 
     def _choose(self) -> None:
         """Finds the classes that are rounded, those that cross low, and why others may not be."""
@@ -330,13 +316,13 @@ class _Assignment:
         return decision if same else dataclasses.replace(decision, inner=tuple(inner))
 
     def _border_copies(self, body: int, atoms: Sequence[ir.Atom]) -> Iterator[BorderCopy]:
-        as_bits = self._platform not in PLATFORMS
         for position, atom in enumerate(atoms):
             values = self.classes.class_of(body, atom)
             if values is not None and self._is_of_float8(values):
                 yield BorderCopy(position, Precision.F8E4M3, rounds=True)
             elif values is not None and id(values) in self._crossing:
-                yield BorderCopy(position, self.low, id(values) in self._rounded, as_bits)
+                rounds, as_bits = id(values) in self._rounded, self._backend.border_bits
+                yield BorderCopy(position, self.low, rounds, as_bits)
 
     def _is_of_float8(self, values: StorageClass) -> bool:
         """Whether only float8 products read a class, which then crosses borders in 8 bits.

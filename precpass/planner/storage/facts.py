@@ -12,6 +12,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.graph import BORDER
 from precpass.analysis.liveness import dead
+from precpass.backends.backend import Backend
 from precpass.planner.requests import PolicyRequests
 from precpass.planner.storage.value_classes import StorageClasses
 from precpass.policy.precision import Precision
@@ -27,7 +28,7 @@ class StorageFacts:
         classes: of its values.
         low: the 16-bit format.
         requests: what the policy asks of single equations.
-        reads_stacks: whether what reads a loop's stack reads the values that it stacks.
+        backend: the compiler that the plan is for.
     """
 
     def __init__(
@@ -36,15 +37,14 @@ class StorageFacts:
         classes: StorageClasses,
         low: Precision,
         requests: PolicyRequests,
-        *,
-        reads_stacks: bool,
+        backend: Backend,
     ) -> None:
         self.graph = analysis.graph
         self.analysis = analysis
         self.classes = classes
         self.low = low
         self.requests = requests
-        self.reads_stacks = reads_stacks
+        self.backend = backend
 
     def in_sampler(self, row: int) -> bool:
         """Whether an equation belongs to one of JAX's samplers."""

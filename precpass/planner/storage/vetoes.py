@@ -18,9 +18,9 @@ from precpass.analysis.digits import Digits
 from precpass.analysis.equations import hands_on
 from precpass.analysis.ranges import ValueRange
 from precpass.analysis.sizes import nbytes
+from precpass.backends.fusions import maker_of
 from precpass.planner.guards import why_out_of_range
 from precpass.planner.storage.facts import StorageFacts
-from precpass.planner.storage.materialized import maker_of
 from precpass.planner.storage.value_classes import StorageClass
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
@@ -284,7 +284,7 @@ def is_read_exactly(program: StorageFacts, values: StorageClass) -> str | None:
     """A reader needs digits that the low format does not have."""
     materialized = [(row, 0) for row in values.materialized - program.classes.put_together]
     materialized += program.classes.stacked_states.intersection(values.defined)
-    later = _READ_LATER | (0 if program.reads_stacks else Digits.STACKED)
+    later = _READ_LATER | (0 if program.backend.splits_stacks else Digits.STACKED)
     read = program.digits_read(values.defined) & _READ | program.digits_read(materialized) & later
     return next((why for digit, why in _WHY.items() if read & digit), None)
 

@@ -1,4 +1,4 @@
-"""Who reads each value of a program: low products, or anything else."""
+"""Who reads each value in the fusions of a compiler: low products, or anything else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.equations import moved_operand
 from precpass.analysis.graph import BORDER, Graph
 
-__all__ = ["ReadBy", "Readers"]
+__all__ = ["FusedReaders", "ReadBy"]
 
 Name = tuple[int, ir.Var]
 """A value in one body: the index of the body, and the variable."""
@@ -32,7 +32,7 @@ class ReadBy(NamedTuple):
         return ReadBy(self.low or other.low, min(self.others + other.others, 2))
 
 
-class Readers:
+class FusedReaders:
     """Who reads each value: whether low products do, and how often anything else does.
 
     An equation that reads a moved value, such as a transposed one, counts as a reader of the value

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from precpass.rewrite.dot_numbers import batched
+from precpass.jaxpr.dimension_numbers import batched
 from tests.support.values import normal_array
 
 DOTS = {

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from precpass import jaxpr as ir
+from precpass.jaxpr.dimension_numbers import Numbers, kept
 from precpass.policy.precision import Precision
-from precpass.rewrite.dot_numbers import Numbers, kept
 
 __all__ = ["is_in_order", "needs_barriers", "runnable"]
 
