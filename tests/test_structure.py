@@ -17,7 +17,7 @@ MAX_COMPLEXITY = 20
 """The largest cyclomatic complexity that radon grades C."""
 MAX_FLOORS = 11
 MAX_FOLDER_LINES = {
-    "analysis": 3_950,
+    "analysis": 3_960,
     "autotune": 525,
     "backends": 575,
     "cli": 1_275,
@@ -27,7 +27,7 @@ MAX_FOLDER_LINES = {
     "measure": 1_550,
     "numerics": 4_875,
     "plan": 1_400,
-    "planner": 3_100,
+    "planner": 3_075,
     "policy": 2_100,
     "report": 4_025,
     "rewrite": 2_140,

@@ -73,6 +73,37 @@ def _trips_of(node: BodyNode) -> float:
     return float(element_count((NOMINAL_SIZE if trips is None else trips,)))
 
 
+class Outside(NamedTuple):
+    """The name of a body's operand where the body is called.
+
+    Attributes:
+        body: the index of the body around the call.
+        atom: the operand there.
+        inner: how the body is the call's.
+        at: the operand's position in the body.
+    """
+
+    body: int
+    atom: ir.Atom
+    inner: ir.Body
+    at: int
+
+    @property
+    def is_call(self) -> bool:
+        """Whether the body runs once for each run of the body around it."""
+        return self.inner.trips == 1 and not self.inner.carry
+
+    @property
+    def is_same(self) -> bool:
+        """Whether it is the same value in every trip, as a loop's constant is."""
+        return self.is_call or self.at < self.inner.constants
+
+    @property
+    def is_state(self) -> bool:
+        """Whether a loop's state begins with it."""
+        return any(self.at == into for into, _ in self.inner.carry)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
     """Columns: one entry per equation, per value or per edge.
@@ -184,15 +215,22 @@ class Graph:
             names += [(here, results[at]) for outvar, at in leaving if outvar is var]
         return names if self.callers[body] else None
 
-    def name_at_caller(self, body: int, var: ir.Var) -> tuple[int, ir.Atom] | None:
-        """The name of a body's operand at its only caller; None for one of a loop's trips."""
+    def outside(self, body: int, atom: ir.Atom, call: int | None = None) -> Outside | None:
+        """The name of a body's operand at a call of the body; None for any other value.
+
+        Args:
+            body: the body.
+            atom: the value.
+            call: the row of the call; None for the only one, so that there is no name if there
+                are several.
+        """
+        callers = [each for each in self.callers[body] if call in (None, each[0])]
         invars = ir.open_jaxpr(self.bodies[body].jaxpr).invars
-        if len(self.callers[body]) != 1 or var not in invars:
+        is_known = len(callers) == 1 or (call is not None and callers)
+        if not is_known or ir.is_literal(atom) or atom not in invars:
             return None
-        ((row, inner),) = self.callers[body]
-        if inner.trips != 1 or inner.carry:
-            return None
-        return int(self.body[row]), self.eqns[row].invars[inner.operands[invars.index(var)]]
+        (row, inner), at = callers[0], invars.index(atom)
+        return Outside(int(self.body[row]), self.eqns[row].invars[inner.operands[at]], inner, at)
 
     def name_in_call(self, row: int, var: ir.Var) -> tuple[int, ir.Atom] | None:
         """The name of a call's result inside of the call; None for any other equation's result."""

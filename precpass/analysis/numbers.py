@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -83,11 +82,11 @@ def number_from_outside(graph: Graph, row: int, atom: ir.Atom) -> float | None:
             else:
                 return None
         else:
-            outside = _outside(graph, body, atom, entered)
-            if outside is None:
+            outside = graph.outside(body, atom, entered.pop() if entered else None)
+            if outside is None or not outside.is_same:
                 return None
             crosses = True
-            body, atom = outside
+            body, atom = outside.body, outside.atom
     is_number = crosses and not getattr(atom.val, "shape", ())
     return float(atom.val) if is_number else None
 
@@ -103,23 +102,3 @@ def _repeats(eqn: ir.Eqn) -> bool:
         formats = [ir.precision_of(v.aval) for v in (*eqn.invars, *eqn.outvars)]
         return formats[0] is formats[1] is not None
     return eqn.primitive.name in _REPEATING and len(eqn.invars) == 1
-
-
-def _outside(graph: Graph, body: int, atom: ir.Atom, entered: list[int]) -> tuple[int, Any] | None:
-    """The name of a body's operand at the call that was entered, or else at the only call.
-
-    An operand of a loop's trips counts if it is the same in each of them.
-    """
-    callers = graph.callers[body]
-    if entered:
-        call = entered.pop()
-        callers = tuple(caller for caller in callers if caller[0] == call)
-    invars = ir.open_jaxpr(graph.bodies[body].jaxpr).invars
-    if len(callers) != 1 or atom not in invars:
-        return None
-    ((row, inner),) = callers
-    position = invars.index(atom)
-    is_constant = position < inner.constants or (inner.trips == 1 and not inner.carry)
-    if not is_constant:
-        return None
-    return int(graph.body[row]), graph.eqns[row].invars[inner.operands[position]]

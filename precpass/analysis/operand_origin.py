@@ -28,22 +28,17 @@ def is_recast(graph: Graph, body: int, atom: ir.Atom) -> bool:
 
 def _is_loop_constant(graph: Graph, body: int, atom: ir.Atom) -> bool:
     """Whether an operand is a loop's constant; if calls differ, at the first call."""
-    entered: list[tuple[int, ir.Body]] = []  # calls on the way whose results were followed inside
+    entered: list[int] = []  # calls on the way whose results were followed inside
     while not ir.is_literal(atom):
         row = graph.row_of_maker(body, atom)
         if row is None:
-            calls = entered or graph.callers[body][:1]
-            invars = ir.open_jaxpr(graph.bodies[body].jaxpr).invars
-            if not calls or atom not in invars:
-                return False
-            row, called = calls[-1]
-            del entered[-1:]
-            at = invars.index(atom)
-            if at < called.constants or called.trips != 1 or called.carry:
-                return at < called.constants
-            body, atom = int(graph.body[row]), graph.eqns[row].invars[called.operands[at]]
+            call = entered.pop() if entered else next((row for row, _ in graph.callers[body]), None)
+            outside = graph.outside(body, atom, call)
+            if outside is None or not outside.is_call:
+                return outside is not None and outside.is_same
+            body, atom = outside.body, outside.atom
         elif inside := graph.name_in_call(row, atom):
-            entered.append((row, graph.children[row][0][0]))
+            entered.append(row)
             body, atom = inside
         elif op(graph.primitives[row]).kind is OpKind.DATA_MOVEMENT:
             atom = graph.eqns[row].invars[0]

@@ -108,13 +108,11 @@ class Phases:
 
     def _outside(self, part: _Part) -> list[_Part]:
         """An operand of a body as its call has it."""
-        invars = ir.open_jaxpr(self._graph.bodies[part.body].jaxpr).invars
-        if not part.calls or ir.is_literal(part.atom) or part.atom not in invars:
+        if not part.calls:
             return []
-        row = part.calls[-1]
-        ((into, _),) = self._graph.children[row]
-        operand = self._graph.eqns[row].invars[into.operands[invars.index(part.atom)]]
-        return [part._replace(body=int(self._graph.body[row]), atom=operand, calls=part.calls[:-1])]
+        outside = self._graph.outside(part.body, part.atom, part.calls[-1])
+        assert outside is not None
+        return [_Part(outside.body, outside.atom, part.is_whole, part.calls[:-1])]
 
     def _unshifted(self, body: int, atom: ir.Atom) -> ir.Atom:
         """A value before numbers were added to it and multiplied with it."""

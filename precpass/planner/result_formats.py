@@ -143,10 +143,11 @@ class _ResultFormats:
             if row is None:
                 if self._is_loop_constant(body, var):
                     return True  # every trip adds a term to its cotangent
-                inside = self._entering(body, var)
-                if inside is None:
+                # A loop takes slices of a stack, too.
+                outside = self.graph.outside(body, var)
+                if outside is None or outside.is_state:
                     return False
-                body, var = inside
+                body, var = outside.body, outside.atom
                 continue
             maker = self.graph.eqns[row]
             if (returned := self.graph.name_in_call(row, var)) is not None:
@@ -167,22 +168,6 @@ class _ResultFormats:
         loops = [inner for _, inner in callers if inner.carry or inner.trips != 1]
         invars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars
         return bool(loops) and all(var in invars[: inner.constants] for inner in loops)
-
-    def _entering(self, body: int, var: ir.Var) -> tuple[int, ir.Var] | None:
-        """The name of a body's operand at its caller, or of the stack that a loop takes it from.
-
-        None for an operand of the program and for a loop's state.
-        """
-        callers = self.graph.callers[body]
-        invars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars
-        if len(callers) != 1 or var not in invars:
-            return None
-        ((row, inner),) = callers
-        at = invars.index(var)
-        if any(at == into for into, _ in inner.carry):
-            return None
-        outside = self.graph.eqns[row].invars[inner.operands[at]]
-        return None if ir.is_literal(outside) else (int(self.graph.body[row]), outside)
 
 
 def _has_low_results(decision: Decision) -> bool:

@@ -161,10 +161,9 @@ def is_given(graph: Graph, body: int, atom: ir.Atom) -> bool:
                 return False
             atom = maker.invars[0]
             continue
-        operands = ir.open_jaxpr(graph.bodies[body].jaxpr).invars
-        if body == 0 or atom not in operands:
+        first_call = next((row for row, _ in graph.callers[body]), None)
+        outside = graph.outside(body, atom, first_call)
+        if outside is None:
             return True
-        row, called = graph.callers[body][0]
-        atom = graph.eqns[row].invars[called.operands[operands.index(atom)]]
-        body = int(graph.body[row])
+        body, atom = outside.body, outside.atom
     return False

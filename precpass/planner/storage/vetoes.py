@@ -173,8 +173,8 @@ def _is_sum(program: StorageFacts, body: int, atom: ir.Atom) -> bool:
         seen.add((body, atom))
         maker = program.graph.maker(body, atom)
         if maker is None:
-            before = program.graph.name_at_caller(body, atom)
-            todo += [] if before is None else [before]
+            before = program.graph.outside(body, atom)
+            todo += [(before.body, before.atom)] if before and before.is_same else []
         elif _adds(program, maker):
             return True
         elif maker.primitive.name == "custom_jvp_call" or any(
