@@ -77,6 +77,8 @@ class ProductForm(NamedTuple):
             computed in float32. A preset leaves such products in float32.
         summed_last: whether a scaled product and those for its cotangents read operands whose
             contracted dimensions are the last ones.
+        largest: for each operand of a scaled product the largest magnitude that its scale is made
+            for; None to take it from the operand in each call.
     """
 
     exchanged: bool = False
@@ -88,6 +90,7 @@ class ProductForm(NamedTuple):
     scaled_cotangents: tuple[bool, bool] = (True, True)
     wide_outer: bool = False
     summed_last: bool = False
+    largest: tuple[float | None, float | None] = (None, None)
 
     def with_sides_exchanged(self) -> ProductForm:
         """The form of the product whose operands have been exchanged."""
@@ -95,6 +98,7 @@ class ProductForm(NamedTuple):
             recast_in_backward=self.recast_in_backward[::-1],
             low_cotangents=self.low_cotangents[::-1],
             scaled_cotangents=self.scaled_cotangents[::-1],
+            largest=self.largest[::-1],
         )
 
 

@@ -176,7 +176,7 @@ def _lowered(query: Query, policy: PrecisionPolicy, request: Request) -> Decisio
     # A saved plan names no product of a derivative that JAX takes of the rewritten program.
     is_wanted = OpKind.ELEMENTWISE in policy.orders
     wide_outer = not is_wanted and (is_of_preset or _is_of_saved_plan(request))
-    form = ProductForm(scaled=request.scaled, wide_outer=wide_outer)
+    form = ProductForm(scaled=request.scaled, wide_outer=wide_outer, largest=request.largest)
     return dataclasses.replace(decision, product=form)
 
 

@@ -27,12 +27,14 @@ class Request(NamedTuple):
         reason: where the request comes from, in words.
         is_order: whether it is an order; otherwise it is a permission, which is used if it pays.
         scaled: the format of 8 bits in which a product that is lowered is to multiply.
+        largest: the largest magnitudes of such a product's operands, as the rule has them.
     """
 
     precision: Precision
     reason: reasons.Reason
     is_order: bool
     scaled: Precision | None = None
+    largest: tuple[float | None, float | None] = (None, None)
 
     @property
     def decided_by(self) -> reasons.DecidedBy:
@@ -101,9 +103,15 @@ class PolicyRequests:
         if rule is not None:
             is_order = not rule.is_region or table.kind is OpKind.COMPUTE
             template = reasons.RULE if rule.min_flops is None else reasons.RULE_BY_SIZE
-            return Request.asking(rule.parsed, template(repr(rule)), is_order)
+            request = Request.asking(rule.parsed, template(repr(rule)), is_order)
+            return request._replace(largest=rule.largest or (None, None))
         if (locked := self.locked(row)) is not None:
-            return Request.asking(locked, reasons.SAVED_PLAN(), True)
+            request = Request.asking(locked, reasons.SAVED_PLAN(), True)
+            by_size = self._first_rule(row, scope)
+            # A saved plan names formats, and the policy has the scales.
+            if by_size is not None and by_size.parsed is locked:
+                request = request._replace(largest=by_size.largest or (None, None))
+            return request
         return self._presets[table.kind]
 
     def may_store(self, row: int, low: Precision) -> bool:
@@ -147,6 +155,11 @@ class PolicyRequests:
         None if that is a rule by size, which says what gains as a preset does, and a saved plan has
         the equation.
         """
+        rule = self._first_rule(row, scope)
+        is_by_size = rule is not None and rule.min_flops is not None
+        return None if is_by_size and self.locked(row) else rule
+
+    def _first_rule(self, row: int, scope: str) -> Rule | None:
         if not self._policy.rules:
             return None
         eqn, source = self.graph.eqns[row], self.graph.source(row)
@@ -161,7 +174,7 @@ class PolicyRequests:
                 if not rule.matches(view):
                     continue
             self._matched.add(rule)
-            return None if rule.min_flops is not None and self.locked(row) else rule
+            return rule
         return None
 
     def in_float64(self, row: int, scope: str) -> bool:

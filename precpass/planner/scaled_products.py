@@ -18,7 +18,7 @@ from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.scopes import is_backward
 
-__all__ = ["ScaledProducts", "why_not_scaled"]
+__all__ = ["ScaledProducts", "is_derivative", "why_not_scaled"]
 
 TILE = 16
 """The dimensions of a product in 8 bits are multiples of this, as cublasLt demands of float8
@@ -92,6 +92,9 @@ class ScaledProducts:
             scaled_cotangents=self._scaled_cotangents(body, eqn, scaled, is_by_size),
             summed_last=self._sums_last and not scaled.is_forward_only,
         )
+        if is_derivative(self._graph.scope_in(body, eqn)):
+            # A rule names lines, and the operands of a line's derivatives are others.
+            form = form._replace(largest=(None, None))
         return dataclasses.replace(decision, product=form)
 
     def _why_not(self, eqn: ir.Eqn, body: int, scaled: Precision, *, is_by_size: bool) -> str:

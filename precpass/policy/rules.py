@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import fnmatch
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -105,6 +106,10 @@ class Rule:
             plan and products whose results are needed exactly override it.
         precision: "f64", "f32", "bf16", "f16" or a `Precision`; for matrix products also "tf32",
             "bf16x3", "bf16x6" and "f32_exact" (docs/pages/explanation/float32.md).
+        largest: for matrix products in 8 bits, the largest magnitudes of the two operands. Scales
+            are then made for these, and not for the operands of each call, which saves a pass over
+            them: the kernel that makes a value can round it. Larger numbers become the largest one,
+            infinities too. Derivatives are scaled as without it. `calibrate` writes such rules.
         evidence: why the rule exists, which a plan's reasons show. Comparing rules ignores it.
 
     Raises:
@@ -136,6 +141,7 @@ class Rule:
         is_place=False,
     )
     precision: Precision | str = dataclasses.field(kw_only=True)
+    largest: tuple[float, float] | None = dataclasses.field(default=None, kw_only=True)
     evidence: str = dataclasses.field(default="", kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
@@ -154,6 +160,8 @@ class Rule:
             )
         if self.primitive is not None:
             _check_primitive(self.primitive)
+        if self.largest is not None:
+            object.__setattr__(self, "largest", _magnitudes(self.largest, self.parsed))
 
     @functools.cached_property
     def patterns(self) -> dict[str, Any]:
@@ -179,9 +187,9 @@ class Rule:
         }
         return f"Rule({', '.join(f'{name}={value}' for name, value in fields.items())})"
 
-    def _others(self) -> dict[str, str]:
-        evidence = {"evidence": self.evidence} if self.evidence else {}
-        return {"precision": str(self.precision), **evidence}
+    def _others(self) -> dict[str, Any]:
+        others = {"largest": self.largest, "evidence": self.evidence}
+        return {"precision": str(self.precision)} | {k: v for k, v in others.items() if v}
 
     def to_dict(self) -> dict[str, Any]:
         """Return this rule as a dict; a predicate is a ValueError."""
@@ -196,7 +204,7 @@ class Rule:
             raise TypeError(f"a rule as data is a dict, not {data!r}")
         fields = cast("Mapping[str, Any]", data)
         patterns = (name for name in _PATTERNS if name != "where")
-        check_keys(fields, (*patterns, "precision", "evidence"), "a rule")
+        check_keys(fields, (*patterns, "precision", "largest", "evidence"), "a rule")
         if "precision" not in fields:
             legal = ", ".join(repr(str(precision)) for precision in Precision)
             raise ValueError(f"the rule {dict(fields)!r} has no precision: legal are {legal}")
@@ -229,6 +237,16 @@ def check_keys(data: Mapping[str, Any], legal: tuple[str, ...], what: str) -> No
 @functools.lru_cache(maxsize=65536)
 def _glob(pattern: str, name: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern)
+
+
+def _magnitudes(given: Any, precision: Precision) -> tuple[float, float]:
+    """The largest magnitudes of a product's operands, as a rule's `largest` gives them."""
+    if not precision.is_scaled:
+        raise ValueError(f"Rule(largest={given!r}) is for products of 8 bits, not for {precision}")
+    is_pair = isinstance(given, (list, tuple)) and len(given) == 2
+    if not (is_pair and all(_is_flops(n) and math.isfinite(n) for n in given)):
+        raise ValueError(f"Rule(largest={given!r}): must be two finite numbers above 0")
+    return float(given[0]), float(given[1])
 
 
 def _dashless(name: str) -> str:

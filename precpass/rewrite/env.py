@@ -55,6 +55,7 @@ class Env:
         eight_bits: the values in 8 bits.
         border_copies: (atom, format) -> its low copy in the form in which it crosses the borders
             of bodies: as unsigned integers, or as it is.
+        rounded: the variables whose digits are those of bfloat16, in any format.
         low_sources: variable -> the equation that makes it, if a low copy of the variable is
             better computed from a low copy of that equation's operand.
     """
@@ -68,6 +69,7 @@ class Env:
         self.wide_copies: dict[tuple[Any, Precision], Any] = {}
         self.eight_bits = EightBits(opened, build)
         self.border_copies: dict[tuple[Any, Precision], Any] = {}
+        self.rounded = set[Any]()
         self.low_sources: dict[Any, Any] = {}
 
     def enter(self, var: ir.Var, border: Border) -> Any:
@@ -91,8 +93,7 @@ class Env:
             return
         (self.border_copies[var, border_copy.precision],) = copies
         if border_copy.rounds:
-            low = self.low_copy(var, border_copy.precision)
-            self.values[var] = self.build.rounded(low, self.values.get(var, var))
+            self.round(var, border_copy.precision)
 
     def border_copy(self, atom: ir.Atom, border_copy: BorderCopy) -> list[Any]:
         """A value's border copy: its low copy, the bits of that, or 8 bits and a scale."""
@@ -122,6 +123,12 @@ class Env:
             low = self.build.detach(low, keeps_rounding=True, pinned=pins)
             self.low_copies[var, precision] = low
         self.values[var] = self.build.rounded(low, self.values.get(var, var))
+        self.note_rounded(var, precision)
+
+    def note_rounded(self, var: ir.Var, precision: Precision) -> None:
+        """Notes that a value has no more digits than a format."""
+        if precision is Precision.BF16:
+            self.rounded.add(var)
 
     def add_backward_form(self, eqn: ir.Eqn, form: BackwardForm, precision: Precision) -> None:
         """Adds the equations by which the derivative of an equation saves or makes low values.
@@ -193,6 +200,7 @@ class Env:
         native = ir.precision_of(var.aval)
         if stored is None or native is None or stored is native:
             return
+        self.note_rounded(var, stored)
         if var in self.shared and stored.is_narrower_than(native):
             self.values[var] = self.build.convert(value, var.aval.dtype)
 
@@ -290,7 +298,9 @@ class Env:
 
     def quantized_copy(self, atom: ir.Atom, rounding: Rounding) -> list[Any]:
         """As `EightBits.copy`."""
-        return self.eight_bits.copy(atom, self.read(atom), rounding)
+        is_low = rounding.largest is not None and not ir.is_literal(atom) and atom in self.rounded
+        read = self.low_copy(atom, Precision.BF16) if is_low else self.read(atom)
+        return self.eight_bits.copy(atom, read, rounding)
 
     def without_transposes(self, eqn: ir.Eqn, precision: Precision) -> Any:
         """As `Layouts.without_transposes`."""

@@ -61,6 +61,7 @@ class Bilinear(ir.Form):
             other operand, which makes its cotangent; None for a product of 16 bits.
         wide_outer: as in `ProductForm`.
         summed_last: as in `ProductForm`.
+        largest: as in `ProductForm`.
     """
 
     primitive: Any
@@ -78,6 +79,7 @@ class Bilinear(ir.Form):
     scaled_cotangents: tuple[Precision | None, Precision | None] = (None, None)
     wide_outer: bool = False
     summed_last: bool = False
+    largest: tuple[float | None, float | None] = (None, None)
 
     def __str__(self) -> str:
         return f"{self.primitive.name} in {self.scaled or self.low.name}"
@@ -116,10 +118,8 @@ class Bilinear(ir.Form):
 
     def bare(self) -> Bilinear:
         """The form without the attributes that only hold for its present operands."""
-        none = False, False
-        return dataclasses.replace(
-            self, kept=None, recast=none, copied=False, rounded=none, scaled=None
-        )
+        none, form = (False, False), dataclasses.replace(self, scaled=None, largest=(None, None))
+        return dataclasses.replace(form, kept=None, recast=none, copied=False, rounded=none)
 
     def others(self, rest: Sequence[Any]) -> Sequence[Any]:
         """Those operands behind the first two that the equation itself reads."""

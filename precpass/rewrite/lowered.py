@@ -48,6 +48,7 @@ def lowered(env: Env, eqn: ir.Eqn, low: Precision, form: ProductForm) -> Any:
         scaled_cotangents=(scaled if of_lhs else None, scaled if of_rhs else None),
         wide_outer=form.wide_outer,
         summed_last=form.summed_last,
+        largest=form.largest,
     )
     if scaled is not None:
         pairs, saved = _quantized(env, eqn, bilinear)
@@ -65,7 +66,8 @@ def _quantized(env: Env, eqn: ir.Eqn, form: Bilinear) -> tuple[list[Any], list[A
     lhs, rhs = (kept(*dims) for dims in zip(ndims, *numbers, strict=True))
     behind = (lhs, rhs), numbers[1]
     forward, backward = (
-        roundings(form.scaled, each, ndims, is_last=form.summed_last) for each in (numbers, behind)
+        roundings(form.scaled, each, ndims, is_last=form.summed_last, largest=form.largest)
+        for each in (numbers, behind)
     )
     copies = [env.quantized_copy(v, r) for v, r in zip(eqn.invars, forward, strict=True)]
     readers = zip(eqn.invars, backward, form.rounded, strict=True)

@@ -217,6 +217,8 @@ class Rewriter:
             low, form = decision.compute, decision.product
             assert low is not None
             env.write(eqn.outvars[0], lowered(env, eqn, low, form), None)
+            if form.low_result:
+                env.note_rounded(eqn.outvars[0], low)
             _round(env, eqn, decision)
         else:
             _write(env, eqn, low_results(env, eqn, decision), decision.stored)

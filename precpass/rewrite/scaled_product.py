@@ -31,7 +31,7 @@ from precpass import jaxpr as ir
 from precpass.backends.cpu_kernels import runnable
 from precpass.jaxpr.dimension_numbers import Numbers, kept, summed_last, with_summed_last
 from precpass.policy.precision import Precision
-from precpass.rewrite.scales import SMALLEST, power_of_two_scale, result_dims, spread
+from precpass.rewrite.scales import SMALLEST, power_of_two_scale, result_dims, scale_for, spread
 
 __all__ = [
     "Rounding",
@@ -43,7 +43,12 @@ __all__ = [
 
 
 def roundings(
-    precision: Precision, numbers: Numbers, ndims: Sequence[int], *, is_last: bool
+    precision: Precision,
+    numbers: Numbers,
+    ndims: Sequence[int],
+    *,
+    is_last: bool,
+    largest: Sequence[float | None] = (None, None),
 ) -> list[Rounding]:
     """How each operand of a dot is rounded.
 
@@ -52,14 +57,17 @@ def roundings(
         numbers: the dot's dimension numbers.
         ndims: the rank of each operand.
         is_last: whether contracted dimensions are to be the last ones.
+        largest: for each operand the largest magnitude that its scale is made for; None to take
+            that of the operand itself.
     """
     return [
         Rounding(
             precision,
             tuple(summed) if precision.by_row else (),
             summed_last(ndim, summed, batch) if is_last else (),
+            most,
         )
-        for ndim, summed, batch in zip(ndims, *numbers, strict=True)
+        for ndim, summed, batch, most in zip(ndims, *numbers, largest, strict=True)
     ]
 
 
@@ -114,17 +122,22 @@ class Rounding:
     Attributes:
         precision: INT8 or F8E4M3.
         summed: the dimensions along which numbers share a scale: those that are contracted, or ()
-            for all.
+            for all. A scale for a known magnitude is shared by all.
         order: the order of the dimensions of both results, for float8; () for that of the array.
+        largest: the largest magnitude that the scale is made for. Larger numbers become the largest
+            one of 8 bits. None to take the array's own, or those of its slices.
     """
 
     precision: Precision
     summed: tuple[int, ...]
     order: tuple[int, ...] = ()
+    largest: float | None = None
 
     def __call__(self, *arrays: Any, platform: str) -> list[Any]:
         """The array in 8 bits and its scale, as `ir.Arithmetic` says."""
         (x,), on_cpu = arrays, platform == "cpu"
+        if self.largest is not None:
+            return self._by_known_scale(x, self.largest)
         wide = x if x.dtype == np.float32 else ir.convert(x, np.float32)
         largest = _largest(wide, self.summed, on_cpu)
         if self.precision is Precision.INT8:
@@ -137,20 +150,38 @@ class Rounding:
             wide, inverse, scale = (lax.transpose(a, self.order) if a.ndim else a for a in moved)
         return [(wide * inverse).astype(self.precision.dtype), scale]
 
+    def _by_known_scale(self, x: Any, largest: float) -> list[Any]:
+        """The array rounded by a scale that is a number, which the kernel that makes it can do.
+
+        A power of two rounds nothing, so a bfloat16 array is scaled as it is. XLA then finds the
+        form of a product with a result of 8 bits.
+        """
+        is_int8, most = self.precision is Precision.INT8, float(self.precision.max)
+        scale = scale_for(largest, most, is_power=not is_int8)
+        x = x.astype(np.float32) if is_int8 else x
+        scaled = x * np.asarray(1.0 / scale, x.dtype)
+        if is_int8:
+            scaled = lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN)
+        low = lax.clamp(np.asarray(-most, x.dtype), scaled, np.asarray(most, x.dtype))
+        low = lax.transpose(low, self.order) if self.order else low
+        return [low.astype(self.precision.dtype), jnp.asarray(scale, np.float32)]
+
     def avals(self, *operands: ir.Aval) -> list[ir.Aval]:
         """As `ir.Arithmetic` says."""
         (x,) = operands
         order = self.order or tuple(range(x.ndim))
         moved = ir.reordered(x, order) if self.order else x
         shape = [1 if d in self.summed else x.shape[d] for d in order]
+        has_several = self.summed and self.largest is None
         return [
             moved.update(dtype=self.precision.dtype, weak_type=False),
-            ir.with_sizes(moved, shape if self.summed else (), np.dtype(np.float32)),
+            ir.with_sizes(moved, shape if has_several else (), np.dtype(np.float32)),
         ]
 
     def __str__(self) -> str:
         along = f" with a scale along {self.summed}" if self.summed else ""
-        return f"to {self.precision}{along}{f' in order {self.order}' if self.order else ''}"
+        known = "" if self.largest is None else f" up to {self.largest:.3g}"
+        return f"to {self.precision}{known}{along}{f' in order {self.order}' if self.order else ''}"
 
 
 def as_bits(low: Any) -> Any:
@@ -175,10 +206,16 @@ class _Scaled:
     def __call__(self, *arrays: Any, platform: str) -> list[Any]:
         del platform
         sums, lhs, rhs = arrays
+        if not (lhs.ndim or rhs.ndim) and sums.dtype == self.dtype:
+            # A power of two rounds nothing.
+            return [sums * (lhs * rhs).astype(self.dtype)]
         wide = sums.astype(np.float32)
-        if not lhs.ndim:
+        if not (lhs.ndim or rhs.ndim):
             return [(wide * (lhs * rhs)).astype(self.dtype)]
-        both = [spread(scale, wide, self.numbers, side) for side, scale in enumerate((lhs, rhs))]
+        both = [
+            spread(scale, wide, self.numbers, side) if scale.ndim else scale
+            for side, scale in enumerate((lhs, rhs))
+        ]
         # The scales first: one of them may be so large that the sums times it are not finite.
         return [(wide * (both[0] * both[1])).astype(self.dtype)]
 

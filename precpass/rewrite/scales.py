@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax import lax
 
 from precpass.jaxpr.dimension_numbers import Numbers, kept
 
-__all__ = ["SMALLEST", "power_of_two_scale", "result_dims", "spread"]
+__all__ = ["SMALLEST", "power_of_two_scale", "result_dims", "scale_for", "spread"]
 
 SMALLEST = 2.0**-100
 """The smallest scale. Its inverse is finite, and what a smaller one would keep becomes zero."""
@@ -32,6 +33,19 @@ def power_of_two_scale(largest: Any, most: Any) -> Any:
     scale = jnp.where(scale > 0, jnp.maximum(scale, np.float32(SMALLEST)), np.float32(1.0))
     # A comparison with NaN is false, and the scale of NaN is NaN.
     return jnp.where(jnp.isnan(share), share, scale)
+
+
+def scale_for(largest: float, most: float, *, is_power: bool) -> float:
+    """The scale of numbers up to a magnitude that is known, at least 2^-100.
+
+    Args:
+        largest: the magnitude.
+        most: the format's largest number.
+        is_power: whether the scale is to be a power of two.
+    """
+    share = max(largest / most, SMALLEST)
+    mantissa, exponent = math.frexp(share)
+    return math.ldexp(1.0, exponent - (mantissa == 0.5)) if is_power else share
 
 
 def spread(scale: Any, like: Any, numbers: Numbers, side: int) -> Any:

@@ -650,6 +650,46 @@ def test_weights_of_eight_bits_are_stored_as_a_gpu_multiplies_them():
     assert ran("-c", READY).splitlines() == ["0 4", "0 4"]
 
 
+KNOWN = """
+import jax
+import precpass as pp
+from precpass.devices.detect import planned_for
+from precpass.devices.targets import abstract_on, target_of
+from precpass.measure.traffic import traffic_of
+
+def layers(ws, x):
+    for w in ws:
+        x = jax.nn.relu(x @ w)
+    return x
+
+shape, target = jax.ShapeDtypeStruct, target_of({target!r})
+ws, x = [shape((1024, 1024), "float32")] * 3, shape((512, 1024), "float32")
+for largest in (None, (8.0, 1.0)):
+    rule = pp.Rule(primitive="dot_general", precision={precision!r}, largest=largest)
+    policy = pp.AutoMixedBf16.with_rules(rule)
+    small = pp.quant.quantized(layers, policy)(ws, x)
+    with planned_for(target):
+        lowered = pp.auto_mixed(layers, policy).lower(*abstract_on(target, (small, x)))
+    # NVIDIA's library is called for the products, as a device chooses for large ones.
+    options = {{"xla_gpu_enable_triton_gemm": False}} if target.platform == "gpu" else {{}}
+    found = traffic_of(lowered.compile(options).as_text(), target.platform)
+    print(sum(k.runs for k in found.products if k.results == ({name!r},)), found.moved)
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "name"), [("h100", "f8", "f8e4m3fn"), ("tpu v5e", "int8", "s8")]
+)
+def test_a_product_rounds_its_own_result_to_8_bits_where_the_scale_is_known(
+    target: str, precision: str, name: str
+):
+    """Relu and rounding are in the kernels of all products but the last one."""
+    program = KNOWN.format(target=target, precision=precision, name=name)
+    (unknown, before), (known, after) = map(str.split, ran("-c", program).splitlines())
+    assert (unknown, known) == ("0", "2")
+    assert float(after) < float(before)
+
+
 TRAINED = """
 import jax, jax.numpy as jnp
 import precpass as pp

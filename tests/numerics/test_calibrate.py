@@ -345,3 +345,76 @@ def test_in_loops_and_gradients():
 def test_bad_input(batches: Any, safety: Any, error: type[Exception], match: str):
     with pytest.raises(error, match=match):
         pp.numerics.calibrate(two_products, "AutoMixed", batches, safety=safety)
+
+
+# ---------------------------------------------------------------- scales of 8 bits
+
+
+def perceptron(ws: Any, x: Any) -> Any:
+    for w in ws:
+        x = jax.nn.relu(x @ w)
+    return x
+
+
+WEIGHTS, DATA = [normal(i, 256, 256) / 16 for i in range(3)], normal(9, 256, 256)
+
+
+@pytest.mark.parametrize("policy", ["AutoMixedF8", "AutoMixedInt8"])
+def test_products_in_8_bits_get_the_magnitudes_of_their_operands(policy: str):
+    batches = [(WEIGHTS, DATA), (WEIGHTS, 2 * DATA), (WEIGHTS, DATA / 2)]
+    found = pp.numerics.calibrate(perceptron, policy, batches, safety=1.5)
+    (rule,) = (rule for rule in found.rules if rule.largest)
+    activations = [perceptron(WEIGHTS[:i], 2 * DATA) for i in range(3)]
+    want = [max(np.abs(x).max() for x in side) for side in (activations, WEIGHTS)]
+    np.testing.assert_allclose(rule.largest, np.multiply(1.5, want), rtol=2e-2)
+    assert rule.evidence == f"operands reach {want[0]:.3g} and {want[1]:.3g}"
+    # It is as weak as the rule by size that asked for 8 bits.
+    assert rule.min_flops == 2 * 256**3
+    plan = pp.inspect(perceptron, found)(WEIGHTS, DATA).plan
+    forms = [d.product for d in plan.walk() if d.product.scaled]
+    assert [form.largest for form in forms] == [rule.largest] * 3
+
+
+def test_magnitudes_are_of_the_forward_pass_and_for_it():
+    def loss(ws: Any, x: Any) -> Any:
+        return 1e3 * jnp.square(perceptron(ws, x)).sum()
+
+    policy = pp.AutoMixedF8.with_weight_gradients("f8")
+    found = pp.numerics.calibrate(jax.grad(loss), policy, [(WEIGHTS, DATA)])
+    (rule,) = (rule for rule in found.rules if rule.largest)
+    assert max(rule.largest) < 100  # cotangents are larger than 1e3
+    inspection = pp.inspect(jax.grad(loss), found)(WEIGHTS, DATA)
+    known = [
+        (decision.product.largest != (None, None), "transpose" in str(eqn.source_info.name_stack))
+        for eqn, decision, _ in inspection.decisions()
+        if decision.product.scaled
+    ]
+    assert sorted(known) == [(False, True)] * 5 + [(True, False)] * 3
+
+
+def test_a_product_that_is_ordered_in_8_bits_stays_ordered():
+    ordered = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="f8"))
+    small = [w[:32, :32] for w in WEIGHTS], DATA[:32, :32]
+    (rule, _) = pp.numerics.calibrate(perceptron, ordered, [small]).rules
+    assert rule.largest is not None
+    assert rule.min_flops is None
+
+
+def test_an_operand_of_zeros_gets_no_scale():
+    zeros = [np.zeros_like(w) for w in WEIGHTS]
+    assert (
+        pp.numerics.calibrate(perceptron, "AutoMixedF8", [(zeros, DATA)]).rules
+        == pp.AutoMixedF8.rules
+    )
+
+
+def test_a_saved_plan_keeps_the_scales_of_its_policy(tmp_path: Any):
+    found = pp.numerics.calibrate(perceptron, "AutoMixedF8", [(WEIGHTS, DATA)])
+    plan = pp.inspect(perceptron, found)(WEIGHTS, DATA).plan
+    plan.save(tmp_path / "plan.json")
+    locked = found.with_lock(type(plan).load(tmp_path / "plan.json").lock)
+    again = pp.inspect(perceptron, locked)(WEIGHTS, DATA).plan
+    for one in (plan, again):
+        assert {d.product.largest for d in one.walk() if d.product.scaled} == {
+            found.rules[0].largest
+        }

@@ -17,6 +17,7 @@ from tests.support.values import stable_id
 RULES = (
     Rule(module="encoder/*/attention", precision="f32"),
     Rule(scope='a "quoted" \\ name\n\x7f\u00e9', precision="bf16", evidence="seen: 1e9"),
+    Rule(primitive="dot_general", precision="int8", largest=(2, 0.5), evidence="reach 1 and 0.25"),
     Rule(primitive="tanh", precision="f16"),
     Rule(file="*/attention.py", line=41, function="f*", precision="f64"),
     Rule(module="mlp", min_flops=2**25, precision="f8e4m3"),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 
 from precpass import jaxpr as ir
+from precpass.analysis.sizes import flops
 from precpass.api import mixed_of
 from precpass.jit.staged import Staged, owner_of
 from precpass.jit.traced import Traced
@@ -21,6 +22,8 @@ from precpass.numerics.monitor.figures import Recorder
 from precpass.numerics.monitor.health import Health, Seen
 from precpass.numerics.monitor.monitor import looked
 from precpass.plan.plan import Action, Plan
+from precpass.plan.reasons import DecidedBy
+from precpass.planner.scaled_products import is_derivative
 from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.presets import AlwaysF32
@@ -40,7 +43,7 @@ def calibrate(
     *,
     safety: float = 2.0,
 ) -> PrecisionPolicy:
-    """Return a policy that keeps equations in float32 whose values overflow or vanish on your data.
+    """Return a policy with what your data show: what stays in float32, and scales of 8 bits.
 
     Each batch is run in float32 (float64 where the program has it), one batch at a time, and the
     ranges of its values are recorded. An equation that the policy lowers, or whose results it
@@ -53,6 +56,10 @@ def calibrate(
       smallest normal number, in some batch. (Smaller terms of a sum do not matter.)
     - A `safety`-th of any other nonzero number is less than half the format's smallest subnormal
       number, and so rounds to zero.
+
+    A forward matrix product that the policy runs in 8 bits gets a rule with `safety` times the
+    largest magnitudes of its operands (`Rule.largest`). Its scales are then numbers, and no call
+    looks for them. Products of one line share a rule.
 
     You can merge several runs: calibrate the result with more batches, or add the rules of one to
     the other, `policy.with_rules(*other.rules)`. An equation that any run keeps in float32 stays
@@ -81,6 +88,10 @@ def calibrate(
         >>> policy = calibrate(f, "AutoMixedF16", [batch])
         >>> [rule.evidence for rule in policy.rules]
         ['operands reach 1.2e+05, and f16 ends at 6.55e+04']
+        >>> weights = jnp.full((256, 256), 0.5)
+        >>> scaled = calibrate(jnp.matmul, "AutoMixedF8", [(jnp.full((256, 256), 3.0), weights)])
+        >>> scaled.rules[0].largest
+        (6.0, 1.0)
     """
     parsed = PrecisionPolicy.parse(policy)
     if not (is_real(safety) and 1 <= safety < math.inf):
@@ -93,6 +104,7 @@ def calibrate(
     run = Staged(mixed, functools.partial(_looked, looked_at, planned), on_copies=True)
     ranges: dict[_Key, Seen] = {}
     unsound: dict[_Key, Seen] = {}
+    tops: dict[_Key, tuple[float, float]] = {}
     count = 0
     for batch in batches:
         if not isinstance(batch, tuple):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
@@ -111,17 +123,23 @@ def calibrate(
             ranges[key] = _joined(ranges[key], seen) if key in ranges else seen
             if seen.is_birth:
                 unsound.setdefault(key, seen)
+            if seen.runs and not is_derivative(seen.place.scope):
+                tops[key] = _larger(seen, tops.get(key, (0.0, 0.0)))
         count += 1
     if not count:
         raise ValueError("calibrate: there are no batches: give at least one tuple of arguments")
     for text in _complaints(planned, ranges, unsound):
         warnings.warn(text, PrecisionWarning, stacklevel=2)
-    evidence = (
-        _rule(key, why, low.native)
-        for key, low in planned.items()
-        if key in ranges and (why := _evidence(low, ranges[key], float(safety)))
-    )
-    return parsed.with_rules(*evidence)
+    rules: list[Rule] = []
+    for key, low in planned.items():
+        if key in ranges and (why := _evidence(low, ranges[key], float(safety))):
+            rules.append(_rule(key, why, low.native))
+        elif low.scaled and all(tops.get(key, (0.0, 0.0))):
+            lhs, rhs = tops[key]
+            rule = _rule(key, f"operands reach {lhs:.3g} and {rhs:.3g}", low.scaled)
+            largest = lhs * float(safety), rhs * float(safety)
+            rules.append(dataclasses.replace(rule, largest=largest, min_flops=low.min_flops))
+    return parsed.with_rules(*rules)
 
 
 _RECORDER = Recorder(reads=True)
@@ -153,12 +171,16 @@ class _Low:
         native: the format in which it was written.
         computes: the low format of its operands; None if they are not rounded.
         stores: the low format of its results; None if they are not rounded.
+        scaled: the format of 8 bits in which a forward product multiplies; None for any other.
+        min_flops: the FLOPs of such a product, if no rule orders 8 bits for it, else None.
     """
 
     kind: OpKind
     native: Precision
     computes: Precision | None
     stores: Precision | None
+    scaled: Precision | None = None
+    min_flops: float | None = None
 
     @property
     def sums_in(self) -> Precision | None:
@@ -192,8 +214,14 @@ def _walk(
         computes = decision.compute if decision.action is Action.LOWER else None
         low, stores = (_first_low(native, of) for of in ((computes,), decision.stored))
         if low or stores:
-            key = _Key(name, clean_scope(inside), source)
-            found[key] = _Low(decision.kind, native, low, stores)
+            key, scaled = _Key(name, clean_scope(inside), source), decision.product.scaled
+            if is_derivative(inside):  # A line's forward product stands before its derivatives.
+                before = found.get(key)
+                scaled, least = (before.scaled, before.min_flops) if before else (None, None)
+            else:
+                is_order = decision.decided_by is not DecidedBy.PRESET
+                least = None if is_order else float(flops(eqn))
+            found[key] = _Low(decision.kind, native, low, stores, scaled, least)
 
 
 def _first_low(native: Precision, precisions: Iterable[Precision | None]) -> Precision | None:
@@ -206,20 +234,27 @@ def _joined(one: Seen, other: Seen) -> Seen:
     """The joined ranges of two batches."""
     assert one.reads is not None
     assert other.reads is not None
-    top, low, whole = zip(one.reads, other.reads, strict=True)
+    first, others, low, whole = zip(one.reads, other.reads, strict=True)
     return dataclasses.replace(
         one,
         runs=one.runs + other.runs,
         largest=max(one.largest, other.largest),
         smallest=min(one.smallest, other.smallest),
-        reads=(max(top), min(low), min(whole)),
+        reads=(max(first), max(others), min(low), min(whole)),
     )
+
+
+def _larger(seen: Seen, tops: tuple[float, float]) -> tuple[float, float]:
+    """The larger ones of the largest magnitudes of a product's operands in two batches."""
+    assert seen.reads is not None
+    return max(tops[0], seen.reads[0]), max(tops[1], seen.reads[1])
 
 
 def _evidence(low: _Low, seen: Seen, safety: float) -> str:
     """Why an equation's values do not fit into the planned format; "" if they do."""
     assert seen.reads is not None
-    top, least, whole = seen.reads
+    *tops, least, whole = seen.reads
+    top = max(tops)
     if low.computes is not None:
         is_product = low.kind is OpKind.COMPUTE
         why = _reaches("operands", top, low.computes, safety)

@@ -47,8 +47,9 @@ class Figures(NamedTuple):
             They saturate at `MOST`.
         first: the trip of the outermost loop in which the first infinity or NaN was made, int32;
             0 outside loops, `NEVER` if there was none.
-        reads: uint32 `[..., 3]`: the largest and the smallest magnitude of the operands, and the
-            smallest of the operands' largest magnitudes; None if operands are not recorded.
+        reads: uint32 `[..., 4]`: the largest magnitude of the first operand and of the others, the
+            smallest of all, and the smallest of the operands' largest magnitudes; None if operands
+            are not recorded.
     """
 
     largest: Any
@@ -60,7 +61,7 @@ class Figures(NamedTuple):
 
 def none(places: int, *, reads: bool = False) -> Figures:
     """The figures of equations that did not run."""
-    operands = [lax.full((places, 1), x, np.uint32) for x in (0, INFINITY, INFINITY)]
+    operands = [lax.full((places, 1), x, np.uint32) for x in (0, 0, INFINITY, INFINITY)]
     return Figures(
         lax.full((places,), 0, np.uint32),
         lax.full((places,), INFINITY, np.uint32),
@@ -74,8 +75,8 @@ def joined(one: Figures, other: Figures) -> Figures:
     """The figures of two runs together."""
     reads = None
     if one.reads is not None:
-        largest = lax.max(one.reads[..., :1], other.reads[..., :1])
-        least = lax.min(one.reads[..., 1:], other.reads[..., 1:])
+        largest = lax.max(one.reads[..., :2], other.reads[..., :2])
+        least = lax.min(one.reads[..., 2:], other.reads[..., 2:])
         reads = lax.concatenate((largest, least), largest.ndim - 1)
     return Figures(
         lax.max(one.largest, other.largest),
@@ -128,8 +129,9 @@ class Recorder:
         if self.reads:
             each = found["largest_read"]
             whole = [lax.select(lax.gt(x, nothing), x, lax.full_like(x, INFINITY)) for x in each]
-            ends = _over(lax.max, each), _smallest(found["smallest_read"]), _over(lax.min, whole)
-            reads = _columns(ends)
+            others = _over(lax.max, [lax.full_like(each[0], 0), *each[1:]])
+            least = _smallest(found["smallest_read"]), _over(lax.min, whole)
+            reads = _columns((each[0], others, *least))
         return Figures(
             _over(lax.max, found["largest"]),
             _smallest(found["smallest"]),

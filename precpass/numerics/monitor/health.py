@@ -39,8 +39,8 @@ class Seen:
             exponentials and casts that were too small for their format.
         first: the trip of the outermost loop in which it produced the first infinity or NaN; 0
             outside loops, None if there was none.
-        reads: the largest and the smallest magnitude of its operands, and the smallest of the
-            operands' largest magnitudes; None except in a calibration.
+        reads: the largest magnitude of its first floating operand, that of the others, the smallest
+            of all, and the smallest of the operands' largest ones; None except in a calibration.
     """
 
     place: Place
@@ -52,7 +52,7 @@ class Seen:
     nans: int
     lost: int
     first: int | None
-    reads: tuple[float, float, float] | None = None
+    reads: tuple[float, float, float, float] | None = None
 
     @property
     def lost_share(self) -> float:
@@ -135,10 +135,10 @@ class Health:
         first = np.asarray(first).reshape(many, n).min(0)
         read: list[Any] = [None] * n
         if reads is not None:
-            # A largest magnitude is joined by the maximum, the others by the minimum.
-            reads = np.asarray(reads).reshape(many, n, 3)
-            ends = [reads[..., 0].max(0), reads[..., 1].min(0), reads[..., 2].min(0)]
-            read = [tuple(row.tolist()) for row in np.stack(ends, 1).view(np.float32)]
+            # The largest magnitudes are joined by the maximum, the others by the minimum.
+            reads = np.asarray(reads).reshape(many, n, 4)
+            ends = np.concatenate([reads[..., :2].max(0), reads[..., 2:].min(0)], 1)
+            read = [tuple(row.tolist()) for row in ends.view(np.float32)]
 
         def row(i: int, place: Place) -> Seen:
             runs, nonfinite, infinities, nans, lost = counts[i].tolist()
