@@ -15,6 +15,7 @@ from jax import lax
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.api import inspect, mixed_of
+from precpass.eight_bits.scaled_product import Rounding
 from precpass.jaxpr import QuantizedArray
 from precpass.jit.nnx import is_node
 from precpass.jit.staged import AtArguments
@@ -24,7 +25,6 @@ from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.presets import AutoMixedInt8
 from precpass.policy.warned import PrecisionWarning, quietly
-from precpass.rewrite.scaled_product import Rounding
 
 if TYPE_CHECKING:
     from precpass.view.inspection import Inspection

@@ -70,7 +70,7 @@ class ProductForm(NamedTuple):
         low_result: whether its kernel rounds its result to the 16-bit format of its operands.
         low_cotangents: for each operand, whether the dot that computes its cotangent rounds it to
             16 bits.
-        scaled: the format of 8 bits in which it multiplies (`precpass.rewrite.scaled_product`).
+        scaled: the format of 8 bits in which it multiplies (`precpass.eight_bits.scaled_product`).
         not_scaled: the format of 8 bits that the policy asks for, if it does not multiply so.
         scaled_cotangents: for each operand, whether the product for its cotangent is scaled.
         wide_outer: whether a cotangent that is an outer product, and so sums over one term, is

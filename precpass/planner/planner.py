@@ -22,6 +22,7 @@ from precpass.analysis.operand_origin import is_recast
 from precpass.analysis.propagate import ValueRanges
 from precpass.backends.backend import Backend, backend_of
 from precpass.backends.cpu_transposes import eliminate_transposes
+from precpass.eight_bits.products import ScaledProducts
 from precpass.plan import reasons
 from precpass.plan.borders import Border, across
 from precpass.plan.decisions import border_of, crossing_formats, enter
@@ -31,7 +32,6 @@ from precpass.planner.decide import decide
 from precpass.planner.query import Queries, Query
 from precpass.planner.requests import PolicyRequests
 from precpass.planner.result_formats import with_low_results
-from precpass.planner.scaled_products import ScaledProducts
 from precpass.planner.storage.assignment import assign_storage
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision

@@ -22,14 +22,14 @@ from precpass.analysis.equations import (
 )
 from precpass.analysis.sizes import nbytes
 from precpass.backends.cpu_layouts import Layouts
+from precpass.eight_bits.copies import EightBits, eight_bit_avals
+from precpass.eight_bits.scaled_product import Rounding
 from precpass.plan.borders import Border, BorderCopy, across
 from precpass.plan.plan import BackwardForm
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import named
 from precpass.policy.warned import PrecisionWarning, user_stacklevel
 from precpass.rewrite.copies import low_copy
-from precpass.rewrite.eight_bits import EightBits, eight_bit_avals
-from precpass.rewrite.scaled_product import Rounding
 
 __all__ = ["Env", "border_avals", "crossing_aval"]
 

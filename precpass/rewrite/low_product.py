@@ -26,11 +26,11 @@ from jax import lax
 
 from precpass import jaxpr as ir
 from precpass.backends.cpu_kernels import needs_barriers, runnable
+from precpass.eight_bits.copies import quantized_copy
+from precpass.eight_bits.scaled_product import as_bits, from_bits, roundings, scaled_product
 from precpass.jaxpr.dimension_numbers import Numbers, batched, kept, transposed
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.precision import Precision
-from precpass.rewrite.copies import quantized_copy
-from precpass.rewrite.scaled_product import as_bits, from_bits, roundings, scaled_product
 
 __all__ = ["Bilinear", "evaluated_with_carrier", "scaled_with_carrier"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from precpass import jaxpr as ir
+from precpass.eight_bits.scaled_product import roundings
 from precpass.jaxpr.dimension_numbers import kept
 from precpass.plan.plan import ProductForm
 from precpass.policy.precision import Precision
 from precpass.rewrite.env import Env
 from precpass.rewrite.low_product import Bilinear, evaluated_with_carrier, scaled_with_carrier
-from precpass.rewrite.scaled_product import roundings
 
 __all__ = ["lowered"]
 

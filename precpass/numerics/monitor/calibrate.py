@@ -15,6 +15,7 @@ import ml_dtypes
 from precpass import jaxpr as ir
 from precpass.analysis.sizes import flops
 from precpass.api import mixed_of
+from precpass.eight_bits.products import is_derivative
 from precpass.jit.staged import Staged, owner_of
 from precpass.jit.traced import Traced
 from precpass.numerics.given import is_real
@@ -23,7 +24,6 @@ from precpass.numerics.monitor.health import Health, Seen
 from precpass.numerics.monitor.monitor import looked
 from precpass.plan.plan import Action, Plan
 from precpass.plan.reasons import DecidedBy
-from precpass.planner.scaled_products import is_derivative
 from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.presets import AlwaysF32

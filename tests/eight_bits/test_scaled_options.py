@@ -9,7 +9,7 @@ import precpass as pp
 from precpass.devices.detect import planned_for
 from precpass.devices.targets import target_of
 from precpass.types import Precision
-from tests.rewrite.test_scaled_products import ordered
+from tests.eight_bits.test_scaled_products import ordered
 from tests.support.jaxprs import named
 from tests.support.passes import COMPOSITIONS
 from tests.support.values import normal_array, rel_error

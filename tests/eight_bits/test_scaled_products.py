@@ -9,7 +9,7 @@ from jax import export, lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 import precpass as pp
-from precpass.rewrite.scales import power_of_two_scale
+from precpass.eight_bits.scales import power_of_two_scale
 from precpass.types import OpKind, Precision
 from tests.support.jaxprs import named
 from tests.support.passes import COMPOSITIONS

@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from precpass.rewrite.scaled_product import Rounding
-from precpass.rewrite.scales import scale_for
+from precpass.eight_bits.scaled_product import Rounding
+from precpass.eight_bits.scales import scale_for
 from precpass.types import Precision
 from tests.support.jaxprs import named
 from tests.support.passes import COMPOSITIONS

@@ -29,9 +29,9 @@ from jax import lax
 
 from precpass import jaxpr as ir
 from precpass.backends.cpu_kernels import runnable
+from precpass.eight_bits.scales import SMALLEST, power_of_two_scale, result_dims, scale_for, spread
 from precpass.jaxpr.dimension_numbers import Numbers, kept, summed_last, with_summed_last
 from precpass.policy.precision import Precision
-from precpass.rewrite.scales import SMALLEST, power_of_two_scale, result_dims, scale_for, spread
 
 __all__ = [
     "Rounding",
