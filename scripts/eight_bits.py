@@ -8,7 +8,8 @@ those within rounds.
 
 With --targets nothing runs: one product of 1024 x 2048 x 2048 and six layers of it are compiled for
 TPUs and an H100. The figures are ratios to the same program in bfloat16 with weights ready: of the
-TPU compiler's estimated cycles, and of the bytes that an H100's kernels move.
+TPU compiler's estimated cycles, and of the bytes that an H100's kernels move. Then six layers of
+4096 x 4096 are compiled for NVIDIA GPUs, beside bfloat16 by hand and flax's float8 layers.
 
 With --train the transformer is trained from the same parameters on the same batches in float32,
 bfloat16, int8 and float8, which a CPU emulates. The loss is the mean of the last fifty steps. The
@@ -16,6 +17,7 @@ gradient is that of the first batch, beside float32's.
 """
 
 import argparse
+import dataclasses
 import datetime
 import json
 import sys
@@ -31,13 +33,16 @@ import optax
 from bench_models import MODELS
 from bench_models.model import Weights, cross_entropy
 from bench_models.transformer import SHAPES, batches, layer, layer_norm, standard_library
+from flax import linen as nn
 from render_results import rendered_table
 
 import precpass as pp
 from precpass.devices.cpu_info import cpu_info
 from precpass.devices.detect import planned_for
+from precpass.devices.peaks import device_named
 from precpass.devices.targets import abstract_on, target_of
 from precpass.measure.execute import compiled, interleaved
+from precpass.measure.traffic import traffic_of
 
 Program = Callable[[Any, Any], Any]
 ROUNDS = 9
@@ -54,6 +59,9 @@ READY = "p=bf16,c=bf16"
 a bfloat16 operand is the user's own, in float32."""
 SHAPE, WEIGHT = (1024, 2048), (2048, 2048)
 """The operands of the product that is compiled."""
+LARGE = 4096
+LARGE_DATA = jax.ShapeDtypeStruct((LARGE, LARGE), jnp.float32)
+"""The data of six layers that are compiled for NVIDIA GPUs."""
 TARGETS = {
     **dict.fromkeys(("tpu v5e", "tpu v5p", "tpu v6e", "tpu 7x"), "cycles"),
     "h100": "moved",
@@ -64,7 +72,8 @@ TEXT = (
     "interleaved rounds, ratios those within rounds. Errors are against float64. The part "
     "that is compiled for other devices ran nowhere: a product of 1024 x 2048 x 2048, and six"
     " layers of that size, to bfloat16 with weights ready; cycles are the TPU compiler's "
-    'estimate, and "moved" are the bytes that kernels move.'
+    'estimate, and "moved" are the bytes that kernels move. A roof ratio is of the time by '
+    "published peaks, of bytes and products added up, to the first row of its kind."
 )
 
 
@@ -233,7 +242,9 @@ def compiled_part() -> dict[str, Any]:
     heads = ["device", "in", "figure", "both operands ready", "weights ready", "six layers"]
     heads += ["with known scales", "temp of six layers"]
     title = f"Compiled for devices that are not there, jax {jax.__version__}, {today()}"
-    return {"title": title, "tables": [{"columns": heads, "rows": rows}]}
+    large = ["device", f"six layers of {LARGE}", "products", "in 8 bits", "MiB moved", "transposes"]
+    large = {"columns": [*large, "roof ratio"], "rows": [*large_part("h100"), *large_part("b200")]}
+    return {"title": title, "tables": [{"columns": heads, "rows": rows}, large]}
 
 
 def part(options: argparse.Namespace) -> dict[str, Any]:
@@ -251,6 +262,76 @@ def part(options: argparse.Namespace) -> dict[str, Any]:
         heads = ["byte transformer under", last, "error of a gradient", "its cosine"]
         tables.append({"columns": heads, "rows": trained(options.train)})
     return {"title": f"jax {jax.__version__}, {cpu_info().model}, {today()}", "tables": tables}
+
+
+class FlaxLayers(nn.Module):
+    """The perceptron of six layers with flax's own float8."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        """The result."""
+        for _ in range(6):
+            options: dict[str, Any] = {"use_bias": False, "dtype": jnp.bfloat16}
+            x = nn.relu(nn.Dense(LARGE, dot_general_cls=nn.Fp8DotGeneralOp, **options)(x))
+        return x
+
+
+def by_hand(ws: Any, x: Any) -> Any:
+    """The perceptron in bfloat16."""
+    return perceptron([w.astype(jnp.bfloat16) for w in ws], x.astype(jnp.bfloat16))
+
+
+def six_layers() -> dict[str, tuple[str, Program, Any]]:
+    """Ways to run six layers: to which other one each is compared, its function and parameters."""
+    wide, x = [jax.ShapeDtypeStruct((LARGE, LARGE), jnp.float32)] * 6, LARGE_DATA
+    low = [jax.ShapeDtypeStruct((LARGE, LARGE), jnp.bfloat16)] * 6
+    flax_layers = FlaxLayers()
+    variables = jax.eval_shape(flax_layers.init, jax.random.key(0), x)
+    rule = pp.Rule(primitive="dot_general", precision="f8")
+    in_f8 = pp.AutoMixedBf16.with_rules(rule)
+    known = pp.AutoMixedBf16.with_rules(dataclasses.replace(rule, largest=(8.0, 1.0)))
+    small = pp.quant.quantized(perceptron, in_f8)(wide, x)
+
+    def gradient(fn: Program) -> Program:
+        return jax.grad(
+            lambda ws, x: jnp.square(fn(ws, x).astype(jnp.float32)).mean(), allow_int=True
+        )
+
+    graded, base, ready = gradient(perceptron), "gradient, AutoMixedBf16", "forward, bfloat16 ready"
+    return {
+        base: (base, pp.auto_mixed(graded), wide),
+        "gradient, bfloat16 by hand": (base, gradient(by_hand), wide),
+        "gradient, AutoMixedF8": (base, pp.auto_mixed(graded, "AutoMixedF8"), wide),
+        'gradient, with_weight_gradients("f8")': (
+            base,
+            pp.auto_mixed(graded, pp.AutoMixedF8.with_weight_gradients("f8")),
+            wide,
+        ),
+        "gradient, flax's Fp8DotGeneralOp": (base, gradient(flax_layers.apply), variables),
+        ready: (ready, pp.auto_mixed(perceptron, READY), low),
+        "forward, float8 weights ready": (ready, pp.auto_mixed(perceptron, in_f8), small),
+        "forward, with known scales": (ready, pp.auto_mixed(perceptron, known), small),
+    }
+
+
+def large_part(target: str) -> list[list[Any]]:
+    """A row for each way to run six layers, compiled for an NVIDIA GPU."""
+    device, times, rows = target_of(target), dict[str, float](), list[list[Any]]()
+    peaks = device_named("gpu", device.device_kind).peaks
+    for name, (base, run, params) in six_layers().items():
+        # cuBLAS for all products: a device chooses it for large ones, and its calls show formats.
+        with planned_for(device):
+            lowered = jax.jit(run).lower(*abstract_on(device, (params, LARGE_DATA)))
+        options = {"xla_gpu_enable_triton_gemm": False}
+        traffic = traffic_of(lowered.compile(options).as_text(), "gpu")
+        in_8_bits = sum(k.runs for k in traffic.products if k.operands[0].startswith("f8"))
+        seconds = traffic.moved / peaks.bandwidth
+        for runs, dtype in ((in_8_bits, "f8e4m3"), (traffic.runs - in_8_bits, "bf16")):
+            seconds += runs * 2 * LARGE**3 / peaks.flops(dtype)
+        times[name] = seconds
+        figures = [traffic.runs, in_8_bits, round(traffic.moved / 2**20), traffic.transposes]
+        rows.append([target, name, *figures, round(seconds / times[base], 2)])
+    return rows
 
 
 def today() -> str:

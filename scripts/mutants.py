@@ -33,7 +33,7 @@ from rich.progress import Progress
 from rich.syntax import Syntax
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("analysis", "backends", "planner", "rewrite")
+FOLDERS = ("analysis", "backends", "eight_bits", "planner", "rewrite")
 # one change for each kind of expression: more of one position are found or missed together
 OPERATORS = (
     *(
