@@ -2,9 +2,8 @@
 
     scripts/run bench_sent --target h100:4 --json sent.json
 
-The programs are the gradients of `tests/support/sharded_programs.py`. Nothing runs: bytes and a
-TPU's cycles are those of the compiled text (`precpass.measure.traffic`). By hand, parameters and
-inputs are cast to bfloat16 where the loss begins, and nothing else is changed.
+Gradients of `tests/support/sharded_programs.py` are compiled and do not run. By hand, parameters
+and inputs are cast to bfloat16 where the loss begins, and nothing else is changed.
 """
 
 import argparse
@@ -68,14 +67,13 @@ def cell(program: Sharded, column: str, platform: str) -> dict[str, Any]:
 
 def shown(found: dict[str, Any], collective: str) -> str | None:
     """The megabytes of a collective by format."""
-    if "failure" in found:
-        return None
-    kinds = {kind.split()[1]: n for kind, n in found["sent"].items() if kind.startswith(collective)}
+    sent = found.get("sent", {})
+    kinds = {kind.split()[1]: n for kind, n in sent.items() if kind.startswith(collective)}
     return ", ".join(f"{n / 1e6:.3g} {name}" for name, n in kinds.items()) or None
 
 
 def rows_of(name: str, cells: dict[str, Any]) -> list[list[Any]]:
-    """A row for each collective of a program, and one for a TPU's cycles to those of float32."""
+    """A row for each collective of a program, and one for a TPU's cycles, relative to float32."""
     kinds = sorted({kind.split()[0] for c in cells.values() for kind in c.get("sent", ())})
     rows = [[name, kind, *(shown(c, f"{kind} ") for c in cells.values())] for kind in kinds]
     if base := cells["float32"].get("cycles"):
@@ -113,8 +111,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "parts": [{"title": "", "tables": [table]}],
             "cells": cells,
         }
-        if options.json is not None:  # as far as it is
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
+        if options.json is not None:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")  # as far as it is
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Several processes, each with its part of one mesh, and several that share a file of choices."""
 
-import functools
 import json
 import os
 import signal
@@ -8,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ def ended(commands: list[list[str]], **variables: str) -> list[tuple[int, str, s
 # ---------------------------------------------------------------- one program in all
 
 
-@functools.cache
 def checked(processes: int) -> list[dict[str, Any]]:
     """What each process found, by check."""
     with socket.socket() as free:
@@ -60,68 +59,70 @@ def checked(processes: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.release)], ids="{} processes".format)
-def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return checked(request.param)
+def check_plans(plans: dict[str, Any]):
+    assert len(plans) > 10
 
 
-def alike(found: list[dict[str, Any]], check: str) -> Any:
-    """What all processes found alike in a check."""
-    first, *others = (each[check] for each in found)
-    assert "failed" not in first, first["failed"]
-    for other in others:
-        assert other == first, other.get("failed")
-    return first
-
-
-def test_plans_and_programs_are_those_of_the_other_processes(found: list[dict[str, Any]]):
-    assert len(alike(found, "plans")) > 10
-
-
-def test_steps_are_those_of_plain_jax(found: list[dict[str, Any]]):
-    steps = alike(found, "steps")
+def check_steps(steps: dict[str, Any]):
     assert len(steps) == 2 * len(RUN)
     bound = 8 * pp.AutoMixedBf16.low.unit_roundoff
     for name, step in steps.items():
         assert 0 < step["error"] < bound, name
 
 
-def test_best_compiles_nothing_that_processes_could_choose_differently(
-    found: list[dict[str, Any]],
-):
-    for program in alike(found, "best").values():
+def check_best(best: dict[str, Any]):
+    """Nothing is compiled that processes could choose differently."""
+    for program in best.values():
         assert program["costs"].startswith("not compiled, because several processes run it")
 
 
-def test_a_monitor_sees_the_parts_of_all(found: list[dict[str, Any]]):
-    health = alike(found, "monitored")
+def check_monitored(health: dict[str, Any]):
+    """The NaNs that are born in the part of one process."""
     assert health["born"] == [["log", 14, 0]] and "2 of 3 calls" in health["looked"]
 
 
-def test_reports_are_of_whole_arrays(found: list[dict[str, Any]]):
-    reports = alike(found, "reports")
+def check_reports(reports: dict[str, Any]):
     wide, low = reports["errors"]
     assert 0 < wide < 1e-6 < low < 2**-6
     assert reports["timed"] and reports["devices"] == [4, 4] and reports["refused"] == ["", ""]
     assert not reports["compiled"]  # the devices of other processes are not absent ones
 
 
-def test_reports_take_callbacks_in_every_process(found: list[dict[str, Any]]):
-    assert alike(found, "callbacks")["low"] == 2
+def check_callbacks(callbacks: dict[str, Any]):
+    assert callbacks["low"] == 2
 
 
-def test_a_loss_scale_shrinks_where_one_part_overflows(found: list[dict[str, Any]]):
-    for scale in alike(found, "scaled").values():
+def check_scaled(scaled: dict[str, Any]):
+    """The second step is skipped everywhere, because one part overflows."""
+    for scale in scaled.values():
         assert scale["finite"] == [True, False, True] and scale["scale"] == 4.0
 
 
-def test_all_fall_back_where_one_part_overflows(found: list[dict[str, Any]]):
-    fallen_back = alike(found, "fallen_back")
+def check_fallen_back(fallen_back: dict[str, Any]):
+    """All take the higher rung where one part overflows."""
     assert [each["rung"] for each in fallen_back.values()] == [0, 1, 0, 1]
 
 
-def test_programs_that_differ_can_be_told(found: list[dict[str, Any]]):
-    assert alike(found, "agreed") == {"same": "equal", "other": "other program"}
+def check_agreed(agreed: dict[str, Any]):
+    assert agreed == {"same": "equal", "other": "other program"}
+
+
+CHECKS: tuple[Callable[[dict[str, Any]], None], ...] = (
+    *(check_plans, check_steps, check_best, check_monitored, check_reports),
+    *(check_callbacks, check_scaled, check_fallen_back, check_agreed),
+)
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.release)])
+def test_processes_find_the_same(processes: int):
+    """One test, because starting the processes takes most of the time."""
+    first, *others = checked(processes)
+    assert [f"check_{name}" for name in first] == [check.__name__ for check in CHECKS]
+    for (name, found), check in zip(first.items(), CHECKS, strict=True):
+        assert "failed" not in found, f"{name}: {found['failed']}"
+        for other in others:
+            assert other[name] == found, f"{name}: {other[name].get('failed')}"
+        check(found)
 
 
 # ---------------------------------------------------------------- one file of choices
