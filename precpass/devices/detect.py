@@ -92,7 +92,7 @@ def _of_mesh_in_force() -> Any:
     if kind is None or local is not None:
         return local
     try:
-        return jax.sharding.get_mesh().devices.flat[0]
+        return jax.sharding.get_mesh().devices.flat[0] or kind  # None under an abstract mesh
     except ValueError:  # JAX traces
         return kind
 

@@ -243,7 +243,7 @@ def rewritten(
 
 def place_of(jaxpr: ir.Jaxpr, operands: Sequence[Any] = ()) -> Any:
     """The device that a program is planned for: its operands', or one of a mesh that it names."""
-    return device_of_call((operands, [*ir.all_avals(jaxpr)]))
+    return device_of_call((operands, ir.in_avals(jaxpr), ir.placed_avals(jaxpr)))
 
 
 def lowers_to_float16(plan: Plan) -> bool:
