@@ -17,7 +17,7 @@ from precpass.jit.functions import check_function, check_options, name_of, shown
 from precpass.jit.mixed import Mixed
 from precpass.jit.region import current, keep, use_policy
 from precpass.jit.staged import AtArguments, in_two_steps, made_of_trace, owner_of
-from precpass.jit.traced import Traced, rewritten
+from precpass.jit.traced import Traced, place_of, rewritten
 from precpass.plan.decisions import unchanged_plan
 from precpass.plan.eqn_info import PlanSource
 from precpass.plan.file import policy_data
@@ -258,7 +258,7 @@ def _inspection(traced: Traced) -> Inspection:
         return Inspection(before, plan, before, None, scope, name)
     plan = traced.checked_plan(policy)
     after, rewriter = rewritten(before, plan, traced.region, policy, scope)
-    device = device_for()
+    device = device_for(place_of(before, traced.call.operands))
     device_name = "" if device.platform == "cpu" else str(device)
     origin = PlanSource(name, policy_data(policy), scope, str(policy.output or ""))
     plan = described(before, plan, origin, rewriter)

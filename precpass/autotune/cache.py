@@ -15,6 +15,7 @@ import os
 import re
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -156,18 +157,19 @@ def _alone(path: Path) -> Generator[None]:
         OSError: if the lock cannot be made.
     """
     lock = filelock.FileLock(path.with_name(path.name + ".lock"), timeout=WAIT)
-    try:
+    with contextlib.suppress(filelock.Timeout):
         lock.acquire()
-    except filelock.Timeout:
+    try:
         yield
-    else:
-        try:
-            yield
-        finally:
-            lock.release()
+    finally:
+        lock.release()
 
 
 def _replace(path: Path, text: str) -> None:
+    for left in path.parent.glob(f"{path.name}*.tmp"):  # by processes that were killed
+        with contextlib.suppress(OSError):
+            if left.stat().st_mtime < time.time() - 12 * WAIT:
+                left.unlink()
     handle, name = tempfile.mkstemp(prefix=path.name, suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

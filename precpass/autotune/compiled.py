@@ -117,9 +117,7 @@ def choice_of(
     kind = f"{device.platform} {device.kind}" + (f", XLA_FLAGS {flags}" if flags else "")
     cache = _cache_of(cache_folder() / file_name(kind, jax.__version__), kind)
     key = _key(jaxpr, policy, scope)
-    choice = cache.get(key)
-    if choice is None:
-        choice = cache.put(key, _found(jaxpr, policy, place, rewritten))
+    choice = cache.get(key) or cache.put(key, _found(jaxpr, policy, place, rewritten))
     return choice, cache.new_warnings()
 
 

@@ -45,6 +45,9 @@ def _kind(device: Any) -> tuple[str, str]:
 def committed_device(args: Any) -> Any:
     """Return the device of the first argument that is committed to one; None if none is.
 
+    Of several devices it is the first that this process has: those of other processes cannot be
+    told from absent ones.
+
     Args:
         args: a tree of arguments. A `jax.ShapeDtypeStruct` is committed by its sharding. The
             tree may contain shardings, such as the option `in_shardings` of `jax.jit`, and avals.
@@ -60,7 +63,8 @@ def committed_device(args: Any) -> Any:
         elif isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
             devices = x.devices() if getattr(x, "committed", False) else ()
         if devices:
-            return min(devices, key=lambda device: device.id)
+            own = [device for device in devices if is_present(device)]
+            return min(own or devices, key=lambda device: device.id)
         if (kind := _kind_in_type(x)) is not None:
             return _local_of(kind) or kind
     return None
@@ -82,10 +86,22 @@ def _local_of(kind: Any) -> Any:
     return next((device for device in found if _kind(device) == _kind(kind)), None)
 
 
+def _of_mesh_in_force() -> Any:
+    kind = jax.sharding.get_abstract_mesh().abstract_device
+    local = None if kind is None else _local_of(kind)
+    if kind is None or local is not None:
+        return local
+    try:
+        return jax.sharding.get_mesh().devices.flat[0] or kind  # None under an abstract mesh
+    except ValueError:  # JAX traces
+        return kind
+
+
 def device_of_call(args: Any = ()) -> Any:
     """Return the JAX device on which a call with some arguments runs, the first of several.
 
-    It is that of `planned_for`; else the one that the arguments are committed to; else that of
+    It is that of `planned_for`; else the one that the arguments are committed to; else one of the
+    mesh of `jax.set_mesh`, of which only the kind is known while JAX traces; else that of
     `jax.default_device`; else the default backend's.
 
     Args:
@@ -95,6 +111,7 @@ def device_of_call(args: Any = ()) -> Any:
         RuntimeError: if JAX has no device at all.
     """
     device = _target.value if _target.value is not None else committed_device(args)
+    device = _of_mesh_in_force() if device is None else device
     if device is not None:
         return device
     # `jax.config` has no type for this option.

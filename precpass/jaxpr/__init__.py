@@ -40,6 +40,7 @@ from precpass.jaxpr.bodies import (
     keeps_border as keeps_border,
     loop_rows as loop_rows,
     name_of as name_of,
+    placed_avals as placed_avals,
     why_opaque as why_opaque,
     with_bodies as with_bodies,
 )
@@ -97,18 +98,13 @@ from precpass.jaxpr.instrument import (
     Place as Place,
     Ran as Ran,
 )
-from precpass.jaxpr.instrument_bodies import (
-    watched as watched,
-)
+from precpass.jaxpr.instrument_bodies import watched as watched
 from precpass.jaxpr.loops import (
     UNBOUNDED as UNBOUNDED,
     has_loops as has_loops,
     with_bounded_loops as with_bounded_loops,
 )
-from precpass.jaxpr.opaque import (
-    Contents as Contents,
-    contents_of as contents_of,
-)
+from precpass.jaxpr.opaque import Contents as Contents, contents_of as contents_of
 from precpass.jaxpr.primitives.carrier import (
     Form as Form,
     carry as carry,

@@ -338,3 +338,17 @@ def all_avals(jaxpr: Jaxpr) -> Iterator[Any]:
     yield from in_avals(jaxpr)
     for eqn in all_eqns(jaxpr):
         yield from (v.aval for v in eqn.outvars)
+
+
+def placed_avals(jaxpr: Jaxpr) -> list[Any]:
+    """The avals of what a program places on a mesh that it names; each body is read once."""
+    todo, seen, found = [open_jaxpr(jaxpr)], set[int](), list[Any]()
+    while todo:
+        opened = todo.pop()
+        for eqn in () if id(opened) in seen else opened.eqns:
+            if eqn.primitive.name in ("sharding_constraint", "reshard", "shard_map"):
+                found += [v.aval for v in eqn.outvars]
+            elif eqn.primitive.name in ENTERED:
+                todo += [open_jaxpr(body.jaxpr) for body in bodies(eqn)]
+        seen.add(id(opened))
+    return found

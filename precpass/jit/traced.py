@@ -31,7 +31,7 @@ from precpass.policy.scopes import clean_scope, join_scopes
 from precpass.policy.warned import PrecisionWarning, quietly, user_stacklevel
 from precpass.rewrite.rewriter import Rewriter
 
-__all__ = ["LoopStopped", "Traced", "lowers_to_float16", "rewritten"]
+__all__ = ["LoopStopped", "Traced", "lowers_to_float16", "place_of", "rewritten"]
 
 
 class LoopStopped(Exception):
@@ -82,9 +82,7 @@ class Traced:
         """
         check_jax()
         jaxpr, plan = self.call.jaxpr, self.plan(policy)
-        texts = list(
-            _warning_texts(plan, policy, self.name, lambda: set(_layers(jaxpr, self.scope)))
-        )
+        texts = [*_warning_texts(plan, policy, self.name, lambda: {*_layers(jaxpr, self.scope)})]
         if not policy.widens and not any(ir.precision_of(a) for a in ir.all_avals(jaxpr)):
             dtypes = sorted({str(a.dtype) for a in ir.in_avals(jaxpr) if hasattr(a, "dtype")})
             are = f"its arguments are {', '.join(dtypes)}" if dtypes else "it has no arguments"
@@ -102,7 +100,7 @@ class Traced:
     def plan(self, policy: PrecisionPolicy) -> Plan:
         """The plan under a policy, without warnings."""
         call = self.call
-        closed_over, place = call.operands[: call.closed_over], device_of_call(call.operands)
+        closed_over, place = call.operands[: call.closed_over], place_of(call.jaxpr, call.operands)
         of_device = place.platform, place.device_kind
 
         def planned(policy: PrecisionPolicy) -> Plan:
@@ -134,8 +132,7 @@ class Traced:
             note = f"profitability='best': {error}: every product is lowered to 16 bits instead"
             return dataclasses.replace(plan, notes=(*plan.notes, note))
         plan = planned(in_form(policy, choice.form))
-        costs = choice.text(device_for(place))
-        notes = (*plan.notes, *said)
+        notes, costs = (*plan.notes, *said), choice.text(device_for(place))
         return dataclasses.replace(plan, notes=notes, costs=costs, form=choice.form)
 
     def rewritten(self, plan: Plan, policy: PrecisionPolicy) -> Any:
@@ -218,7 +215,7 @@ def rewritten(
     policy = in_form(policy, plan.form)
     # A saved plan has no equations of custom rules, because these are traced in differentiation.
     unlocked = policy.with_lock(None) if policy.lock else policy
-    place = device_of_call(ir.in_avals(jaxpr))
+    place = place_of(jaxpr)
     of_device = place.platform, place.device_kind
 
     def plan_rule(rule: Any, scope: str, border: Border) -> Plan:
@@ -242,6 +239,11 @@ def rewritten(
         for aval in ir.out_avals(new)
     ]
     return ir.with_results_in(new, asked), rewriter
+
+
+def place_of(jaxpr: ir.Jaxpr, operands: Sequence[Any] = ()) -> Any:
+    """The device that a program is planned for: its operands', or one of a mesh that it names."""
+    return device_of_call((operands, ir.in_avals(jaxpr), ir.placed_avals(jaxpr)))
 
 
 def lowers_to_float16(plan: Plan) -> bool:

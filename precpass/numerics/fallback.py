@@ -44,8 +44,8 @@ class FallbackReport:
         stable: bool[], whether no check fired on that rung. It can only be false on the last rung,
             whose result is returned in any case.
         fired: bool[rungs, checks], which checks fired; false on rungs that were not reached.
-        evidence: float32[rungs, checks], the number that a check returned: how many values are not
-            finite, the largest magnitude, a condition number; zero on rungs not reached.
+        evidence: float32[rungs, checks], each check's number, the largest along `axis_name`: how
+            many values are not finite, a magnitude, a condition number; zero on rungs not reached.
         stopped: bool[rungs], whether a loop was stopped on the rung after `max_trips` trips; false
             on the last rung, which stops no loop.
         ladder: the names of the rungs.
@@ -307,13 +307,15 @@ class _Climb:
                     fires = check.rejects(number, self.rungs[i])
                 rows.append((fires, number.astype(jnp.float32)))
             fired, evidence = map(jnp.stack, zip(*rows, strict=True))
-            return self._anywhere(fired), evidence
+            return self._anywhere(fired), self._largest(evidence)
 
     def _anywhere(self, flags: Any) -> Any:
         """Whether flags are set anywhere along the axes that agree."""
-        if self.axis_name is None:
-            return flags
-        return lax.pmax(flags.astype(jnp.int32), self.axis_name) > 0
+        return self._largest(flags.astype(jnp.int32)) > 0
+
+    def _largest(self, numbers: Any) -> Any:
+        """The largest along the axes that agree."""
+        return numbers if self.axis_name is None else lax.pmax(numbers, self.axis_name)
 
 
 def _zeros(aval: Any) -> jax.Array:

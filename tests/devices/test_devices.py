@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -119,6 +120,16 @@ def test_a_step_for_a_mesh_of_other_devices_is_planned_for_these(wrapped: bool):
         step = jax.jit(lambda x, w, mixed=mixed: mixed(x, w)) if wrapped else mixed
         made = [e.outvars[0].aval.dtype for e in named(step.trace(x, w).jaxpr, "dot_general")]
         # the first product's result is rounded by the kernels of a GPU, and not of this CPU
+        assert made == [jnp.bfloat16, jnp.float32]
+    placed = jax.lax.with_sharding_constraint
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w)]
+    for form in (mixed, pp.auto_mixed(lambda x, w: jnp.tanh(placed(x, sharding) @ w) @ w)):
+        step = jax.jit(lambda x, w, form=form: form(x, w)) if wrapped else form
+        in_force = jax.sharding.use_abstract_mesh(mesh) if form is mixed else nullcontext()
+        with in_force:
+            jaxpr = step.trace(*shapes).jaxpr
+            assert "H100" in pp.inspect(form)(*shapes).device
+        made = [e.outvars[0].aval.dtype for e in named(jaxpr, "dot_general")]
         assert made == [jnp.bfloat16, jnp.float32]
     here = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(here):

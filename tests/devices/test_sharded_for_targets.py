@@ -65,3 +65,34 @@ def test_gathered_weights_are_sent_in_16_bits_and_their_gradients_in_float32(nam
         if name == "ring_attention":
             assert form["collective-permute bf16"] == float32["collective-permute f32"] / 4
             assert form["collective-permute f32"] == float32["collective-permute f32"] / 2
+
+
+AHEAD = """
+import contextlib
+import jax, jax.numpy as jnp, numpy as np, precpass as pp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from precpass.devices.targets import target_of
+
+mesh = Mesh(np.array(target_of({target!r}).devices), ("data",))
+rows, shape = NamedSharding(mesh, P("data")), jax.ShapeDtypeStruct((256, 256), jnp.float32)
+
+def loss(w, x):
+    return jnp.tanh(x @ w).sum()
+
+def placed(w, x):
+    return loss(w, jax.lax.with_sharding_constraint(x, rows))
+
+for fn, around in (loss, jax.set_mesh(mesh)), (placed, mesh), (loss, mesh):
+    with around:
+        step = jax.jit(lambda w, x: w - jax.grad(pp.auto_mixed(fn))(w, x), in_shardings=rows)
+        text = step.lower(shape, shape).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    print(len(products), sum("-> tensor<256x256xbf16>" in line for line in products))
+"""
+
+
+@pytest.mark.parametrize("target", ["h100:4", "tpu v5e:2x2"])
+def test_a_step_that_is_lowered_ahead_is_planned_for_its_mesh(target: str):
+    """A kernel of these devices rounds the first product; of the last one nothing is known."""
+    first, *others = ran("-c", AHEAD.format(target=target)).splitlines()
+    assert first == "2 1" and others == ["2 1", "2 0"]

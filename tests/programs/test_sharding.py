@@ -324,3 +324,56 @@ def test_pmap_on_either_side():
         got = form(*args)
         assert_leaves_near(got, want, 4 * policy.low.unit_roundoff)
         assert [x.sharding for x in got] == [x.sharding for x in want]
+
+
+# ---------------------------------------------------------------- six rows over four devices
+
+
+def both(fn: Callable[..., Any], **options: Any) -> list[Callable[..., Any]]:
+    """A gradient under plain JAX, and in both compositions."""
+    grad, inner = jax.grad(fn, (0, 1)), jax.grad(pp.auto_mixed(fn), (0, 1))
+    return [jax.jit(grad, **options), pp.auto_mixed(grad, **options), jax.jit(inner, **options)]
+
+
+def indivisible(form: str) -> tuple[Any, list[Callable[..., Any]]]:
+    """A mesh, and the gradients of a loss that divides its rows over it."""
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.tanh(x @ w).sum()
+
+    devices = mesh("Explicit" if form == "reshard" else "Auto", d=4)
+    rows, whole = NamedSharding(devices, P("d")), NamedSharding(devices, P())
+    if form in ("in_shardings", "out_shardings"):
+        return devices, both(loss, **{form: (whole, rows)})
+    if form == "reshard":
+        return devices, both(lambda w, x: loss(w, jax.sharding.reshard(x, P("d"))))
+
+    def on_shards(w: Any, x: Any) -> Any:
+        return lax.psum(loss(w, x), "d")
+
+    specs = {"in_specs": (P(), P("d")), "out_specs": P()}
+    return devices, both(jax.shard_map(on_shards, mesh=devices, **specs))
+
+
+@pytest.mark.parametrize("form", ["in_shardings", "out_shardings", "reshard", "shard_map"])
+def test_a_mesh_that_does_not_divide_is_refused_in_the_words_of_jax(form: str):
+    devices, steps = indivisible(form)
+    said: list[tuple[Any, str]] = []
+    for step in steps:
+        with jax.set_mesh(devices), pytest.raises(ValueError, match="divi") as found:
+            step(W, X[:6])  # jax 0.12 names this line
+        said.append((found.type, str(found.value)))
+    assert said[1:] == said[:1] * 2
+
+
+def test_a_constraint_that_does_not_divide_is_padded_as_in_plain_jax():
+    rows = NamedSharding(mesh("Auto", d=4), P("d"))
+
+    def loss(w: Any, x: Any) -> Any:
+        placed = lax.with_sharding_constraint(jnp.tanh(x @ w), rows)
+        return jnp.square(lax.with_sharding_constraint(placed @ w.T, rows)).mean()
+
+    plain, *mixed = both(loss, **FAST)
+    want = plain(W, X[:6])
+    for step in mixed:
+        assert_leaves_near(step(W, X[:6]), want, 8 * pp.AutoMixedBf16.low.unit_roundoff)

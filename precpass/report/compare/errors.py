@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from jax.experimental import multihost_utils
 
 from precpass import jaxpr as ir
 from precpass.jit.arguments import Declared, arguments, copied, dynamic_leaves, unwrapped
@@ -190,9 +191,11 @@ def _float64(x: Array) -> Array:
 
 
 def fetched(x: Any) -> Array:
-    """An array on the host; for keys their data."""
+    """An array on the host, whole in each process; for keys their data."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        return multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
 
 
