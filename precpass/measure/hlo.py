@@ -125,6 +125,7 @@ class Instruction:
         cycles: the TPU compiler's own estimate of one run; 0 where it has none.
         multiplied: how a product's operands are multiplied, if that is not the default: "high",
             "highest", or a dot algorithm such as "bf16_bf16_f32_x3".
+        channel: the number that the parts of one collective share; "" for others.
     """
 
     name: str
@@ -141,6 +142,7 @@ class Instruction:
     trips: int | None = None
     cycles: int = 0
     multiplied: str = ""
+    channel: str = ""
 
     @property
     def size(self) -> int:
@@ -341,6 +343,7 @@ _OP_NAME = re.compile(rf"\bop_name={_STRING}")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _TARGET = re.compile(rf"\bcustom_call_target={_STRING}")
 _DIRECTION = re.compile(r"\bdirection=(\w+)")
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d{1,18})"')  # the largest int64 is no estimate
@@ -380,6 +383,7 @@ def _instruction(line: str, frames: Mapping[str, tuple[Place, ...]]) -> Instruct
         trips=int(trips) if trips else None,
         cycles=int(_first(_CYCLES, rest) or 0),
         multiplied=_first(_MULTIPLIED, rest).lower(),
+        channel=_first(_CHANNEL, rest),
     )
     is_ragged = instruction.target == MOSAIC_KERNEL and _RAGGED_DOT.match(name)
     return _as_ragged_dot(instruction) if is_ragged else instruction

@@ -185,6 +185,7 @@ class _Tally:
         self.on_chip = on_chip
         self.guesses = False
         self._sums: dict[str, _Sum] = {}
+        self._sent = set[tuple[str, str]]()
 
     def of(self, computation: Computation) -> _Sum:
         """The figures of one run of a computation."""
@@ -218,8 +219,6 @@ class _Tally:
 
     def _kernel(self, computation: Computation, instruction: Instruction, total: _Sum) -> None:
         total["without_cycles"] += not instruction.cycles and _has_no_estimate(instruction)
-        if instruction.collective:
-            _note_sent(computation, instruction, total)
         if instruction.opcode in ("fusion", "fusion-start"):
             inner, *_ = self.module.called(instruction)
             moved = self._fused(computation, instruction, inner)
@@ -228,6 +227,12 @@ class _Tally:
             moved = self._unfused(instruction, computation.operands(instruction))
             body = [(computation, instruction)]
         total["moved"] += moved
+        for home, each in body:
+            # A TPU's compiler puts the parts of a collective into several fusions.
+            part = computation.name, each.channel
+            if each.collective and part not in self._sent:
+                self._sent |= {part} if each.channel else set()
+                _note_sent(home, each, total)
         for call, factors, how in _products(body):
             results = _without_workspace(instruction.shapes)
             total[call, factors, tuple(dict.fromkeys(s.dtype for s in results)), how] += 1
