@@ -206,6 +206,7 @@ from precpass.jaxpr.seeds import (
     takes_plain_gradient as takes_plain_gradient,
 )
 from precpass.jaxpr.shardings import (
+    axes_size as axes_size,
     holds_terms as holds_terms,
     is_reduced as is_reduced,
     is_sharded_by_type as is_sharded_by_type,

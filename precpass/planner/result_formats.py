@@ -28,6 +28,7 @@ from precpass.plan import reasons
 from precpass.plan.decisions import lower
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.plan.reasons import DecidedBy
+from precpass.planner.device_sums import DeviceSums, leaves_backward_pass
 from precpass.planner.planned_bodies import planned_bodies
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
@@ -42,22 +43,28 @@ _HANDED_ON = frozenset(("pvary", "all_gather", "all_gather_invariant", "device_p
 """Primitives whose operands are their results on more devices, or elsewhere."""
 
 
-def with_low_results(plan: Plan, analysis: Analysis) -> Plan:
+def with_low_results(plan: Plan, analysis: Analysis, reduce: str, *, inner: bool) -> Plan:
     """The plan in which products have 16-bit results wherever that loses no digits of a sum.
 
     Args:
         plan: of the program, with its storage assigned.
         analysis: of the program.
+        reduce: the policy's format for sums between devices.
+        inner: whether products have such results whose results stay inside the program.
     """
-    return _ResultFormats(plan, analysis).plan_of(0, plan)
+    return _ResultFormats(plan, analysis, reduce, inner).plan_of(0, plan)
 
 
 class _ResultFormats:
     """The results of the products of one program."""
 
-    def __init__(self, plan: Plan, analysis: Analysis) -> None:
+    def __init__(self, plan: Plan, analysis: Analysis, reduce: str, inner: bool) -> None:
         self.graph = analysis.graph
         self._digits = analysis.digits
+        self._inner = inner
+        # XLA's partitioner adds up the results of products in the format that they have.
+        self._of_weights = reduce == "bf16"
+        self._sums = DeviceSums(plan, self.graph, self._digits, reduce)
         self._rounded = self._rounded_values(plan)
         self._plans: dict[tuple[int, int], Plan] = {}
 
@@ -80,7 +87,9 @@ class _ResultFormats:
             rounded = set[ir.Var]()
             for row, planned in enumerate(plan.decisions, start):
                 eqn = self.graph.eqns[row]
-                decision = _moved_low(eqn, self._decision(body, row, planned), rounded)
+                decision = self._decision(body, row, planned)
+                if self._inner or self._of_weights:
+                    decision = _moved_low(eqn, decision, rounded)
                 decisions.append(decision)
                 dropped = decision.action is Action.DROP and moved_operand(eqn) in rounded
                 if dropped or _has_low_results(decision):
@@ -103,14 +112,21 @@ class _ResultFormats:
         is_product = decision.action is Action.LOWER and decision.kind is OpKind.COMPUTE
         if not is_product or decision.compute is not Precision.BF16:
             # The result may be out of float16's range though the operands are in it.
-            return decision
+            return self._sums.decision(body, row, decision)
         eqn = self.graph.eqns[row]
+        (result,) = eqn.outvars
         is_low = eqn.primitive.name == "conv_general_dilated" or any(decision.stored)
+        is_low = self._inner and (is_low or not self._needs_digits(body, result))
+        of_weight = self._of_weights and leaves_backward_pass(self.graph, body, result)
+        lhs, rhs = (self._has_low_cotangent(body, eqn, side) for side in (0, 1))
         form = decision.product._replace(
-            low_result=is_low or not self._needs_digits(body, eqn.outvars[0]),
-            low_cotangents=(self._is_inner(body, eqn, 0), self._is_inner(body, eqn, 1)),
+            low_result=is_low or of_weight, low_cotangents=(lhs, rhs)
         )
         return dataclasses.replace(decision, product=form)
+
+    def _has_low_cotangent(self, body: int, eqn: ir.Eqn, side: int) -> bool:
+        is_inner = self._is_inner(body, eqn, side)
+        return self._of_weights if is_inner is None else self._inner and is_inner
 
     def _needs_digits(self, body: int, var: ir.Var) -> bool:
         """Whether readers of a product's result need digits that 16 bits do not hold."""
@@ -134,10 +150,11 @@ class _ResultFormats:
                 return False
         return True
 
-    def _is_inner(self, body: int, eqn: ir.Eqn, side: int) -> bool:
+    def _is_inner(self, body: int, eqn: ir.Eqn, side: int) -> bool | None:
         """Whether an operand's cotangent stays inside the program, and nothing is subtracted.
 
-        JAX makes its product when it differentiates the rewritten program, which no plan sees.
+        None if the operand is an argument of the program. JAX makes the cotangent's product when it
+        differentiates the rewritten program, which no plan sees.
         """
         var = eqn.invars[side]
         while not ir.is_literal(var):
@@ -148,7 +165,7 @@ class _ResultFormats:
                     return True  # every trip adds a term to its cotangent
                 inside = self._entering(body, var)
                 if inside is None:
-                    return False
+                    return None if body == 0 else False
                 body, var = inside
                 continue
             maker = self.graph.eqns[row]

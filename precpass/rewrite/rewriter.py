@@ -19,6 +19,7 @@ from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.scopes import join_scopes
+from precpass.rewrite.device_sums import add_low_transpose, summed_low
 from precpass.rewrite.env import Env, border_avals, crossing_aval
 from precpass.rewrite.float64_spans import Float64Span, float64_spans, from_bits, to_bits
 from precpass.rewrite.low_equation import chosen_low, low_results, put_together_low
@@ -187,6 +188,9 @@ class Rewriter:
                 env.write(eqn.outvars[0], _exchanged(env, eqn), None)
             else:
                 env.keep(eqn)
+            if decision.device_sum is not None:
+                env.build.at(eqn)
+                add_low_transpose(env, eqn, decision.device_sum)
             if decision.converts:
                 env.build.at(eqn)
                 low = decision.stored[0]
@@ -217,6 +221,10 @@ class Rewriter:
             low, form = decision.compute, decision.product
             assert low is not None
             env.write(eqn.outvars[0], lowered(env, eqn, low, form), None)
+            _round(env, eqn, decision)
+        elif decision.device_sum is not None and not decision.device_sum.of_cotangents:
+            for var, value in zip(eqn.outvars, summed_low(env, eqn, decision), strict=True):
+                env.write(var, value, None)
             _round(env, eqn, decision)
         else:
             _write(env, eqn, low_results(env, eqn, decision), decision.stored)
