@@ -33,9 +33,11 @@ from precpass.policy.scopes import is_backward
 __all__ = ["DeviceSums", "leaves_backward_pass"]
 
 _SUMS = frozenset(("psum", "psum_invariant", "reduce_scatter"))
-_COPIES = frozenset(("pvary", "all_gather", "ppermute"))
+_COPIES = frozenset(("pvary", "all_gather", "ppermute", "reshard"))
 """Primitives whose transposes add up terms of devices. A ring of permutations adds one in each."""
-_TERMS = _SUMS | frozenset(("add_any", "pad", "concatenate", "pvary", "device_put"))
+_TERMS = _SUMS | frozenset(
+    ("add_any", "pad", "concatenate", "broadcast_in_dim", "pvary", "device_put")
+)
 """Primitives whose results are sums of their operands, or put together from them."""
 _WRITTEN = frozenset((DecidedBy.OWN_POLICY, DecidedBy.TYPES, DecidedBy.USER, DecidedBy.KEEP))
 _NEEDED = Digits.SUBTRACTED | Digits.COMPARED | Digits.RANKED | Digits.ANY_LEAVING
