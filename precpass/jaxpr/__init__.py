@@ -63,6 +63,11 @@ from precpass.jaxpr.call_sites import (
     called_path as called_path,
     made_in as made_in,
 )
+from precpass.jaxpr.collectives import (
+    gathered_in_parts as gathered_in_parts,
+    part_dim as part_dim,
+    summed_in_parts as summed_in_parts,
+)
 from precpass.jaxpr.custom_rules import (
     Rewrite as Rewrite,
     has_rules as has_rules,
@@ -206,7 +211,6 @@ from precpass.jaxpr.seeds import (
     takes_plain_gradient as takes_plain_gradient,
 )
 from precpass.jaxpr.shardings import (
-    axes_size as axes_size,
     holds_terms as holds_terms,
     is_reduced as is_reduced,
     is_sharded_by_type as is_sharded_by_type,

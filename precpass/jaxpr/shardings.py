@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from precpass.jaxpr.types import Aval, Eqn
 
 __all__ = [
-    "axes_size",
     "holds_terms",
     "is_reduced",
     "is_sharded_by_type",
@@ -62,12 +61,6 @@ def shards(aval: Aval) -> int:
     parts = () if spec is None else spec.partitions
     axes = [axis for part in parts for axis in (part if isinstance(part, tuple) else (part,))]
     return math.prod(_mesh_of(aval).shape[axis] for axis in axes if isinstance(axis, str))
-
-
-def axes_size(aval: Aval, axes: Sequence[Any]) -> int | None:
-    """The number of devices along mesh axes; None if the type of a value does not say it."""
-    sizes = {} if (mesh := _mesh_of(aval)) is None else mesh.shape
-    return math.prod(sizes[axis] for axis in axes) if set(axes) <= set(sizes) else None
 
 
 def permuted(sharding: Any, order: Sequence[int]) -> Any:

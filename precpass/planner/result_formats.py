@@ -28,7 +28,7 @@ from precpass.plan import reasons
 from precpass.plan.decisions import lower
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.plan.reasons import DecidedBy
-from precpass.planner.device_sums import DeviceSums, leaves_backward_pass
+from precpass.planner.device_sums import DeviceSums
 from precpass.planner.planned_bodies import planned_bodies
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
@@ -117,11 +117,9 @@ class _ResultFormats:
         (result,) = eqn.outvars
         is_low = eqn.primitive.name == "conv_general_dilated" or any(decision.stored)
         is_low = self._inner and (is_low or not self._needs_digits(body, result))
-        of_weight = self._of_weights and leaves_backward_pass(self.graph, body, result)
+        of_weight = self._of_weights and self._sums.leaves_backward_pass(body, result)
         lhs, rhs = (self._has_low_cotangent(body, eqn, side) for side in (0, 1))
-        form = decision.product._replace(
-            low_result=is_low or of_weight, low_cotangents=(lhs, rhs)
-        )
+        form = decision.product._replace(low_result=is_low or of_weight, low_cotangents=(lhs, rhs))
         return dataclasses.replace(decision, product=form)
 
     def _has_low_cotangent(self, body: int, eqn: ir.Eqn, side: int) -> bool:

@@ -223,8 +223,7 @@ class Rewriter:
             env.write(eqn.outvars[0], lowered(env, eqn, low, form), None)
             _round(env, eqn, decision)
         elif decision.device_sum is not None and not decision.device_sum.of_cotangents:
-            for var, value in zip(eqn.outvars, summed_low(env, eqn, decision), strict=True):
-                env.write(var, value, None)
+            _write(env, eqn, summed_low(env, eqn, decision.device_sum), (None,) * len(eqn.outvars))
             _round(env, eqn, decision)
         else:
             _write(env, eqn, low_results(env, eqn, decision), decision.stored)
