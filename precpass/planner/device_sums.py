@@ -64,19 +64,11 @@ class DeviceSums:
     def decision(self, body: int, row: int, decision: Decision) -> Decision:
         """The decision for an equation, with how it or its derivative adds up terms of devices."""
         eqn, name = self.graph.eqns[row], self.graph.primitives[row]
-        adds = name in _SUMS or (name == "reshard" and ir.is_unreduced(eqn.invars[0].aval))
-        if not (adds or name in _COPIES) or decision.decided_by in _WRITTEN:
+        if name not in _SUMS and name not in _COPIES:
             return decision
-        if not all(map(is_wide, (*eqn.invars, *eqn.outvars))):
-            return decision
-        if decision.decided_by is DecidedBy.RULE:
-            is_low = adds and _is_lowered(decision)
-        elif self._reduce in ("bf16", WIRE):
-            adds = adds or (name == "ppermute" and is_backward(self.graph.scope(row)))
-            is_low = self._adds_products(body, row) if adds else self._copies_to_products(body, row)
-        else:
-            is_low = False
-        if not is_low:
+        adds = name in _SUMS or ir.is_unreduced(eqn.invars[0].aval)
+        adds = adds or (name == "ppermute" and is_backward(self.graph.scope(row)))
+        if not self._may_be_low(body, row, decision, adds):
             return decision
         of, is_divided = "it" if adds else "its cotangents", self._reduce == WIRE
         dim = ir.part_dim(eqn) if is_divided else None
@@ -88,6 +80,19 @@ class DeviceSums:
         if not adds:
             return decision
         return dataclasses.replace(decision, action=Action.LOWER, compute=Precision.BF16)
+
+    def _may_be_low(self, body: int, row: int, decision: Decision, adds: bool) -> bool:
+        """Whether a sum that an equation or its derivative makes is to be sent in 16 bits."""
+        eqn = self.graph.eqns[row]
+        if decision.decided_by in _WRITTEN or not all(map(is_wide, (*eqn.invars, *eqn.outvars))):
+            return False
+        if decision.decided_by is DecidedBy.RULE:
+            return _is_lowered(decision) and self.graph.primitives[row] in _SUMS
+        if self._reduce not in ("bf16", WIRE):
+            return False
+        if adds:
+            return self._adds_products(body, row)
+        return self._copies_to_products(body, row)
 
     def _adds_products(self, body: int, row: int) -> bool:
         """Whether an equation adds up results of low products, and nothing needs their digits."""

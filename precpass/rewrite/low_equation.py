@@ -11,13 +11,13 @@ from jax import lax
 from precpass import jaxpr as ir
 from precpass.analysis.equations import gathered_operand, is_wide, pieces, spreads
 from precpass.analysis.sizes import nbytes
-from precpass.plan.plan import Decision
+from precpass.plan.plan import Decision, DeviceSum
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 from precpass.rewrite.copies import low_copy
 from precpass.rewrite.env import Env
 
-__all__ = ["chosen_low", "low_results", "put_together_low"]
+__all__ = ["add_low_transpose", "chosen_low", "low_results", "put_together_low"]
 
 
 def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
@@ -25,6 +25,8 @@ def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
     low = decision.compute
     assert low is not None
     row = op(eqn.primitive.name)
+    if decision.device_sum is not None and not decision.device_sum.of_cotangents:
+        return _sent_low(env, eqn, decision.device_sum)
     if gathered_operand(eqn) is not None:
         return [env.as_(_gathered(env, eqn, low), low)]
     if spreads(eqn):
@@ -46,6 +48,22 @@ def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
         pairs = zip(args, eqn.invars, strict=True)
         args = [env.as_(x, ir.precision_of(v.aval)) for x, v in pairs]
     return [env.as_(x, low) for x in env.build.bind(eqn, args)]
+
+
+def add_low_transpose(env: Env, eqn: ir.Eqn, form: DeviceSum) -> None:
+    """Gives a result the derivative of the equation that sends bfloat16, as its transpose does."""
+    (sent,), (result,) = _sent_low(env, eqn, form), eqn.outvars
+    env.values[result] = env.build.rounded(env.read(result), sent)
+
+
+def _sent_low(env: Env, eqn: ir.Eqn, form: DeviceSum) -> list[Any]:
+    """The float32 results of an equation that sends its operands to other devices in bfloat16."""
+    operands, low, dim = [env.read(v) for v in eqn.invars], Precision.BF16, form.dim
+    if dim is None:
+        results = env.build.bind(eqn, [env.as_(x, low) for x in operands])
+        return [env.as_(x, Precision.F32) for x in results]
+    key = "in parts", dim, ir.alike(eqn)
+    return env.build.call(lambda x: [ir.in_parts(eqn, x, dim, low.dtype)], operands, key)
 
 
 def chosen_low(env: Env, eqn: ir.Eqn, low: Precision) -> bool:
