@@ -205,6 +205,11 @@ class Decision:
         return (is_product or self.action is Action.KEEP) and self.converts
 
     @property
+    def adds_low(self) -> bool:
+        """Whether devices add up terms in it in 16 bits."""
+        return self.device_sum == DeviceSum()
+
+    @property
     def reorders(self) -> bool:
         """Whether only the order of elements in memory changes.
 

@@ -319,12 +319,12 @@ LOW_BACKWARD = Template(
 )
 SUMMED = Template(
     _PRESET,
-    "; devices add {} up in {}",
+    "; {} over devices is in {}",
     'leave the sum in float32 by with_reduce("auto")',
 )
 SUMMED_WIDE = Template(
     _PRESET,
-    "; devices add {} up in float32, because they cannot divide the terms among them",
+    "; {} over devices is in f32: they cannot divide the terms among them",
 )
 RUNS_AS = Template(
     _COST,

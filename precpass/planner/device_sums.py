@@ -70,7 +70,7 @@ class DeviceSums:
         adds = adds or (name == "ppermute" and is_backward(self.graph.scope(row)))
         if not self._may_be_low(body, row, decision, adds):
             return decision
-        of, is_divided = "it" if adds else "its cotangents", self._reduce == WIRE
+        of, is_divided = "the sum" if adds else "the sum of its cotangents", self._reduce == WIRE
         dim = ir.part_dim(eqn) if is_divided else None
         if is_divided and dim is None and name != "ppermute":
             why = decision.reason.plus(reasons.SUMMED_WIDE, of)
@@ -86,8 +86,9 @@ class DeviceSums:
         eqn = self.graph.eqns[row]
         if decision.decided_by in _WRITTEN or not all(map(is_wide, (*eqn.invars, *eqn.outvars))):
             return False
-        if decision.decided_by is DecidedBy.RULE:
-            return _is_lowered(decision) and self.graph.primitives[row] in _SUMS
+        is_asked = decision.decided_by in (DecidedBy.RULE, DecidedBy.SAVED_PLAN)
+        if is_asked and self.graph.primitives[row] in _SUMS:
+            return _is_lowered(decision)
         if self._reduce not in ("bf16", WIRE):
             return False
         if adds:

@@ -43,9 +43,9 @@ def accumulates_in_carry(query: Query, _target: Precision) -> Reason | None:
 
     A rule may still order what goes from one device to the next, as between stages of a pipeline.
     """
-    request = query.place.request
-    is_by_rule = request is not None and request.decided_by is DecidedBy.RULE
-    is_sent = query.primitive == "ppermute" and is_by_rule
+    request, asking = query.place.request, (DecidedBy.RULE, DecidedBy.SAVED_PLAN)
+    is_asked = request is not None and request.decided_by in asking
+    is_sent = query.primitive == "ppermute" and is_asked
     return reasons.ACCUMULATES() if query.accumulates and not is_sent else None
 
 

@@ -80,7 +80,7 @@ def make_plan(
     )
     plan = planner.root(border)
     inner = has_low_results and policy.reduce != "f32"
-    if inner or policy.rules or policy.reduce in ("bf16", WIRE):
+    if inner or policy.rules or policy.lock or policy.reduce in ("bf16", WIRE):
         return with_low_results(plan, analysis, policy.reduce, inner=inner)
     return plan
 
