@@ -12,6 +12,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.equations import gathered_operand, is_wide, pieces, spreads
 from precpass.analysis.sizes import nbytes
 from precpass.plan.plan import Decision, DeviceSum
+from precpass.plan.reasons import DecidedBy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 from precpass.rewrite.copies import low_copy
@@ -47,7 +48,13 @@ def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
     if row.accumulates and not ir.picks_from_apart_windows(eqn):
         pairs = zip(args, eqn.invars, strict=True)
         args = [env.as_(x, ir.precision_of(v.aval)) for x, v in pairs]
-    return [env.as_(x, low) for x in env.build.bind(eqn, args)]
+    results = [env.as_(x, low) for x in env.build.bind(eqn, args)]
+    if eqn.primitive.name != "ppermute" or decision.decided_by is DecidedBy.COST:
+        return results
+    # XLA's compiler for GPUs fails if a loop's state is widened right after a permutation (jax
+    # 0.12.0.1): "Expected instruction to have shape equal to f32".
+    kept = [env.build.detach(x, keeps_rounding=True) for x in results]
+    return [env.build.rounded(a, x) for a, x in zip(kept, results, strict=True)]
 
 
 def add_low_transpose(env: Env, eqn: ir.Eqn, form: DeviceSum) -> None:
