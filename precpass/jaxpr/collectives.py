@@ -31,7 +31,7 @@ def in_parts(eqn: Eqn, x: Any, dim: int, low: Any) -> Any:
     """
     params, wide, is_whole = eqn.params, x.dtype, "axes" in eqn.params
     axes = params["axes"] if is_whole else params["axis_name"]
-    size = _size(eqn) if is_whole else params["axis_size"]
+    size: Any = _size(eqn) if is_whole else params["axis_size"]
     if eqn.primitive.name == "all_gather":
         each = convert(lax.broadcast(x, (size,)), low)
         parts = convert(lax.all_to_all(each, axes, 0, dim), wide)

@@ -34,25 +34,35 @@ def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
         results = env.build.bind(eqn, [env.read(v) for v in eqn.invars])
         return [env.as_(x, low) for x in results]
     if row.kind is OpKind.ELEMENTWISE:
-        shape, read_as = eqn.outvars[0].aval.shape, env.read_as
-        args = [
-            read_as(v, low) if v.aval.shape == shape else _spread(env, v, shape, low)
-            for v in eqn.invars
-        ]
-        for at in decision.clipped:
-            args[at] = _clipped(env, eqn.invars[at], low)
-        for at, number in decision.numbers:
-            args[at] = _filled(env, eqn.invars[at], number, low)
+        args = _elementwise_operands(env, eqn, decision, low)
     else:
         args = [env.read_as(v, low) for v in eqn.invars]
     if row.accumulates and not ir.picks_from_apart_windows(eqn):
         pairs = zip(args, eqn.invars, strict=True)
         args = [env.as_(x, ir.precision_of(v.aval)) for x, v in pairs]
     results = [env.as_(x, low) for x in env.build.bind(eqn, args)]
-    if eqn.primitive.name != "ppermute" or decision.decided_by is DecidedBy.COST:
-        return results
-    # XLA's compiler for GPUs fails if a loop's state is widened right after a permutation (jax
-    # 0.12.0.1): "Expected instruction to have shape equal to f32".
+    is_asked = decision.decided_by is not DecidedBy.COST
+    return _apart(env, results) if is_asked and eqn.primitive.name == "ppermute" else results
+
+
+def _elementwise_operands(env: Env, eqn: ir.Eqn, decision: Decision, low: Precision) -> list[Any]:
+    shape, read_as = eqn.outvars[0].aval.shape, env.read_as
+    args = [
+        read_as(v, low) if v.aval.shape == shape else _spread(env, v, shape, low)
+        for v in eqn.invars
+    ]
+    for at in decision.clipped:
+        args[at] = _clipped(env, eqn.invars[at], low)
+    for at, number in decision.numbers:
+        args[at] = _filled(env, eqn.invars[at], number, low)
+    return args
+
+
+def _apart(env: Env, results: Sequence[Any]) -> Sequence[Any]:
+    """Low results that XLA's compilers do not fuse with casts.
+
+    That for GPUs fails if a loop's state is widened right after a permutation (jax 0.12.0.1).
+    """
     kept = [env.build.detach(x, keeps_rounding=True) for x in results]
     return [env.build.rounded(a, x) for a, x in zip(kept, results, strict=True)]
 
