@@ -28,9 +28,9 @@ from precpass.plan.reasons import DecidedBy
 from precpass.planner.planned_bodies import planned_bodies
 from precpass.planner.scaled_products import is_derivative
 from precpass.planner.storage.readers import Readers
-from precpass.policy.policy import WIRE
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
+from precpass.policy.rules import WIRE
 from precpass.policy.scopes import is_backward
 
 __all__ = ["DeviceSums"]
@@ -52,10 +52,13 @@ class DeviceSums:
         plan: of the program.
         graph: the program.
         digits: which digits of its values are read.
-        reduce: what the policy asks for. If that is not 16 bits, only rules lower a sum.
+        reduce: what the policy asks for at a row. If that is not 16 bits, only a rule that names
+            the sum lowers it.
     """
 
-    def __init__(self, plan: Plan, graph: Graph, digits: DigitsRead, reduce: str) -> None:
+    def __init__(
+        self, plan: Plan, graph: Graph, digits: DigitsRead, reduce: Callable[[int], str]
+    ) -> None:
         self.graph = graph
         self._plan = plan
         self._digits = digits
@@ -70,7 +73,10 @@ class DeviceSums:
         adds = adds or (name == "ppermute" and is_backward(self.graph.scope(row)))
         if not self._may_be_low(body, row, decision, adds):
             return decision
-        of, is_divided = "the sum" if adds else "the sum of its cotangents", self._reduce == WIRE
+        of, is_divided = (
+            "the sum" if adds else "the sum of its cotangents",
+            self._reduce(row) == WIRE,
+        )
         dim = ir.part_dim(eqn) if is_divided else None
         if is_divided and dim is None and name != "ppermute":
             why = decision.reason.plus(reasons.SUMMED_WIDE, of)
@@ -89,7 +95,7 @@ class DeviceSums:
         is_asked = decision.decided_by in (DecidedBy.RULE, DecidedBy.SAVED_PLAN)
         if is_asked and self.graph.primitives[row] in _SUMS:
             return _is_lowered(decision)
-        if self._reduce not in ("bf16", WIRE):
+        if self._reduce(row) not in ("bf16", WIRE):
             return False
         if adds:
             return self._adds_products(body, row)

@@ -33,9 +33,10 @@ from precpass.planner.result_formats import PLATFORMS, with_low_results
 from precpass.planner.scaled_products import is_derivative, is_given, why_not_scaled
 from precpass.planner.storage.assignment import assign_storage
 from precpass.planner.transposes import eliminate_transposes
-from precpass.policy.policy import WIRE, PrecisionPolicy
+from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
+from precpass.policy.rules import WIRE
 from precpass.policy.scopes import innermost_keep, is_fixed, join_scopes
 
 __all__ = ["Planner", "distinguish", "make_plan"]
@@ -79,9 +80,9 @@ def make_plan(
         device_kind=device_kind,
     )
     plan = planner.root(border)
-    inner = has_low_results and policy.reduce != "f32"
-    if inner or policy.rules or policy.lock or policy.reduce in ("bf16", WIRE):
-        return with_low_results(plan, analysis, policy.reduce, inner=inner)
+    if has_low_results or policy.rules or policy.lock or policy.reduce in ("bf16", WIRE):
+        reduce = planner.requests.reduce
+        return with_low_results(plan, analysis, reduce, inner=has_low_results)
     return plan
 
 

@@ -17,7 +17,7 @@ an argument or a difference.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
@@ -43,13 +43,15 @@ _HANDED_ON = frozenset(("pvary", "all_gather", "all_gather_invariant", "device_p
 """Primitives whose operands are their results on more devices, or elsewhere."""
 
 
-def with_low_results(plan: Plan, analysis: Analysis, reduce: str, *, inner: bool) -> Plan:
+def with_low_results(
+    plan: Plan, analysis: Analysis, reduce: Callable[[int], str], *, inner: bool
+) -> Plan:
     """The plan in which products have 16-bit results wherever that loses no digits of a sum.
 
     Args:
         plan: of the program, with its storage assigned.
         analysis: of the program.
-        reduce: the policy's format for sums between devices.
+        reduce: the format of sums between devices that the policy asks for at a row.
         inner: whether products have such results whose results stay inside the program.
     """
     return _ResultFormats(plan, analysis, reduce, inner).plan_of(0, plan)
@@ -58,12 +60,13 @@ def with_low_results(plan: Plan, analysis: Analysis, reduce: str, *, inner: bool
 class _ResultFormats:
     """The results of the products of one program."""
 
-    def __init__(self, plan: Plan, analysis: Analysis, reduce: str, inner: bool) -> None:
+    def __init__(
+        self, plan: Plan, analysis: Analysis, reduce: Callable[[int], str], inner: bool
+    ) -> None:
         self.graph = analysis.graph
         self._digits = analysis.digits
         self._inner = inner
-        # XLA's partitioner adds up the results of products in the format that they have.
-        self._of_weights = reduce == "bf16"
+        self._reduce = reduce
         self._sums = DeviceSums(plan, self.graph, self._digits, reduce)
         self._rounded = self._rounded_values(plan)
         self._plans: dict[tuple[int, int], Plan] = {}
@@ -87,12 +90,11 @@ class _ResultFormats:
             rounded = set[ir.Var]()
             for row, planned in enumerate(plan.decisions, start):
                 eqn = self.graph.eqns[row]
-                decision = self._decision(body, row, planned)
-                if self._inner or self._of_weights:
-                    decision = _moved_low(eqn, decision, rounded)
+                decision = _moved_low(eqn, self._decision(body, row, planned), rounded)
                 decisions.append(decision)
                 dropped = decision.action is Action.DROP and moved_operand(eqn) in rounded
-                if dropped or _has_low_results(decision):
+                counts = self._inner or decision.kind is OpKind.COMPUTE
+                if dropped or (counts and _has_low_results(decision)):
                     rounded.update(eqn.outvars)
             same = all(a is b for a, b in zip(decisions, plan.decisions, strict=True))
             self._plans[key] = (
@@ -116,15 +118,15 @@ class _ResultFormats:
         eqn = self.graph.eqns[row]
         (result,) = eqn.outvars
         is_low = eqn.primitive.name == "conv_general_dilated" or any(decision.stored)
-        is_low = self._inner and (is_low or not self._needs_digits(body, result))
-        of_weight = self._of_weights and self._sums.leaves_backward_pass(body, result)
-        lhs, rhs = (self._has_low_cotangent(body, eqn, side) for side in (0, 1))
-        form = decision.product._replace(low_result=is_low or of_weight, low_cotangents=(lhs, rhs))
+        # XLA's partitioner adds up the results of products in the format that they have.
+        reduce = self._reduce(row)
+        inner, of_weights = self._inner and reduce != "f32", reduce == "bf16"
+        is_low = inner and (is_low or not self._needs_digits(body, result))
+        is_low = is_low or (of_weights and self._sums.leaves_backward_pass(body, result))
+        kept = (self._is_inner(body, eqn, side) for side in (0, 1))
+        lhs, rhs = (of_weights if is_kept is None else inner and is_kept for is_kept in kept)
+        form = decision.product._replace(low_result=is_low, low_cotangents=(lhs, rhs))
         return dataclasses.replace(decision, product=form)
-
-    def _has_low_cotangent(self, body: int, eqn: ir.Eqn, side: int) -> bool:
-        is_inner = self._is_inner(body, eqn, side)
-        return self._of_weights if is_inner is None else self._inner and is_inner
 
     def _needs_digits(self, body: int, var: ir.Var) -> bool:
         """Whether readers of a product's result need digits that 16 bits do not hold."""

@@ -18,12 +18,11 @@ from numpy.typing import DTypeLike
 
 from precpass.policy.precision import FORMATS, Precision, advice_for
 from precpass.policy.primitives import OpKind
-from precpass.policy.rules import Rule, check_keys
+from precpass.policy.rules import REDUCES, Rule, check_keys
 
 __all__ = [
     "OPTIONS",
     "SUFFIX",
-    "WIRE",
     "PolicyLike",
     "PrecisionPolicy",
     "SavedPrecisions",
@@ -96,8 +95,6 @@ class SavedPrecisions:
         return saved[occurrence] if occurrence < len(saved) else None
 
 
-WIRE = "bf16 wire, f32 sum"
-"""The `reduce` in which devices send terms in 16 bits, and each adds up its part in float32."""
 MIN_FLOPS = 2**25
 """The operations of the smallest matrix product that `with_scaled` runs in 8 bits: one of
 256 x 256 x 256. A smaller one spends more time on rounding its operands than it saves (CPU with
@@ -157,15 +154,7 @@ class PrecisionPolicy:
     results: str = _option(
         "auto", {"auto": "16 bits where the platform's kernels gain by it", "f32": ""}
     )
-    reduce: str = _option(
-        "auto",
-        {
-            "auto": "gradients of weights in float32, other sums as their products' results",
-            "f32": "every sum between devices",
-            "bf16": "gradients of weights too",
-            WIRE: "in a shard_map",
-        },
-    )
+    reduce: str = _option("auto", REDUCES)
     parameters: Precision = _option(Precision.F32, _FORMATS)
     weight_gradients: Precision | None = _option(
         None, {Precision.BF16: "", Precision.F8E4M3: "", None: "by device"}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from precpass.policy.policy import WIRE
+from precpass.policy.rules import WIRE
 from tests.devices.test_compiled_for_targets import ran
 
 pytestmark = pytest.mark.targets

@@ -1,5 +1,6 @@
 """The sums between devices that a policy's `reduce`, or a rule, sends in 16 bits."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,9 +13,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
+from precpass import jaxpr as ir
 from precpass.plan.plan import Action
-from precpass.policy.policy import WIRE
 from precpass.policy.primitives import OpKind
+from precpass.policy.rules import WIRE
 from tests.support.jaxprs import walk
 from tests.support.passes import look
 from tests.support.sharded_programs import PROGRAMS, meshed, value
@@ -202,6 +204,40 @@ def test_a_saved_plan_keeps_the_format_of_sums(tmp_path: Any):
     locked = pp.AutoMixedBf16.with_lock(pp.Plan.load(tmp_path / "plan.json").lock)
     jaxpr = jax.make_jaxpr(pp.auto_mixed(gradient, policy=locked))(*arguments)
     assert summed("psum_invariant", jaxpr) == {"bfloat16"}
+
+
+def test_a_rule_chooses_the_reduce_of_a_region():
+    def scoped(w: Any, x: Any) -> Any:
+        with jax.named_scope("body"):
+            h = jnp.tanh(x @ w["a"])
+        with jax.named_scope("head"):
+            return jnp.square(h @ w["b"]).mean()
+
+    rule = pp.Rule(scope="head", precision="bf16", reduce="bf16")
+    assert repr(rule) == "Rule(scope='head', precision='bf16', reduce='bf16')"
+    assert pp.Rule.from_dict(rule.to_dict()) == rule
+    with pytest.raises(ValueError, match=r"reduce='f16'\): legal are 'auto', 'f32', 'bf16', "):
+        pp.Rule(scope="head", precision="bf16", reduce="f16")
+    for policy, wanted in (
+        (pp.AutoMixedBf16.with_rules(rule), {"head": True, "body": False}),
+        (
+            pp.AutoMixedBf16.with_reduce("bf16").with_rules(
+                dataclasses.replace(rule, reduce="f32")
+            ),
+            {"head": False, "body": True},
+        ),
+    ):
+        inspection = look(jax.grad(scoped), policy, WEIGHTS, X)
+        pairs = zip(inspection.plan.walk(), inspection.before.eqns, strict=True)
+        low = {ir.scope_of(eqn) for decision, eqn in pairs if decision.product.low_result}
+        assert {name: any(name in scope for scope in low) for name in wanted} == wanted
+        weights, x = WEIGHTS["a"], jnp.ones((32, 8))
+        shards = on_shards(
+            lambda w, x: lax.pmean(scoped({"a": w, "b": w}, x), "data"), P(), P("data")
+        )
+        for form, fn in compositions(shards, policy):
+            found = summed("psum_invariant", jax.make_jaxpr(fn)(weights, x))
+            assert found == {"float32", "bfloat16"}, form
 
 
 # ---------------------------------------------------------------- derivatives of any order

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import precpass as pp
-from precpass.policy.policy import WIRE
+from precpass.policy.rules import WIRE
 from tests.support.libraries import FAST, assert_leaves_near, check_products
 from tests.support.sharded_programs import (
     PROGRAMS,
