@@ -33,13 +33,15 @@ def in_parts(eqn: Eqn, x: Any, dim: int, low: Any) -> Any:
     axes = params["axes"] if is_whole else params["axis_name"]
     size: Any = _size(eqn) if is_whole else params["axis_size"]
     if eqn.primitive.name == "all_gather":
-        each = convert(lax.broadcast(x, (size,)), low)
-        parts = convert(lax.all_to_all(each, axes, 0, dim), wide)
+        shape = (*x.shape[:dim], size, *x.shape[dim:])
+        each = lax.broadcast_in_dim(x, shape, [d for d in range(len(shape)) if d != dim])
+        parts = convert(lax.all_to_all(convert(each, low), axes, dim, dim), wide)
         return lax.reshape(parts, eqn.outvars[0].aval.shape) if params["tiled"] else parts
     if is_whole or params["tiled"]:
         x = lax.reshape(x, (*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :]))
-    parts = lax.all_to_all(convert(x, low), axes, dim, 0)
-    part = lax.reduce_sum(convert(parts, wide), axes=(0,))
+    # JAX's transpose of an exchange that also moves a dimension fails (jax 0.10.2 and 0.12.0.1).
+    parts = lax.all_to_all(convert(x, low), axes, dim, dim)
+    part = lax.reduce_sum(convert(parts, wide), axes=(dim,))
     if not is_whole:
         return part
     to = "invarying" if eqn.primitive.name == "psum_invariant" else "varying"

@@ -276,3 +276,22 @@ def test_second_derivatives_and_batches_are_those_of_float32(reduce: str):
             w, v, x
         )
         near(got, want, 16)
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gradients_of_weights_that_are_gathered_along_any_dimension(dim: int, tiled: bool):
+    def on_device(w: Any, x: Any) -> Any:
+        whole = lax.all_gather(w, "data", axis=dim, tiled=tiled)
+        whole = whole if tiled else jnp.moveaxis(whole, dim, 0).reshape(-1, 16)
+        return lax.pmean(jnp.square(jnp.tanh(x @ whole)).mean(), "data")
+
+    split = P(None, "data") if tiled and dim else P("data")
+    loss = on_shards(on_device, split, P("data"))
+    w, x = value(1, (8, 16), None), value(0, (32, 8), None)
+    want = jax.jit(jax.grad(loss))(w, x)
+    for form, fn in compositions(loss, pp.AutoMixedBf16.with_reduce(WIRE)):
+        found = sent(jax.make_jaxpr(fn)(w, x))
+        assert ("all_to_all", "bfloat16") in found, form
+        assert not any(n in SUMS for n, _ in found), form
+        near(fn(w, x), want, 8)
