@@ -64,6 +64,7 @@ from precpass.jaxpr.call_sites import (
     called_path as called_path,
     made_in as made_in,
 )
+from precpass.jaxpr.collectives import in_parts as in_parts, part_dim as part_dim
 from precpass.jaxpr.custom_rules import (
     Rewrite as Rewrite,
     has_rules as has_rules,

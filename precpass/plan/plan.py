@@ -23,6 +23,7 @@ from precpass.units import counted
 __all__ = [
     "Action",
     "Decision",
+    "DeviceSum",
     "Plan",
     "ProductForm",
 ]
@@ -118,6 +119,19 @@ class BackwardForm(NamedTuple):
     low_cotangent: bool = False
 
 
+class DeviceSum(NamedTuple):
+    """How devices send each other the terms of a sum in bfloat16.
+
+    Attributes:
+        of_cotangents: whether the equation's derivative is the sum, and not the equation.
+        dim: the dimension along which each device gets a part of the terms, adds it up in float32,
+            and sends it on; None if the devices add up in bfloat16.
+    """
+
+    of_cotangents: bool = False
+    dim: int | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """What a plan does with one equation, and why.
@@ -149,6 +163,7 @@ class Decision:
             memory. Otherwise XLA may compute them again in some kernels.
         backward: what its derivative saves and computes in bfloat16, if JAX differentiates the
             rewritten program; None for nothing.
+        device_sum: how devices add up terms in it, or in its derivative, if that is not in float32.
     """
 
     action: Action
@@ -166,12 +181,13 @@ class Decision:
     keeps_rounding: bool = False
     pins_rounding: bool = False
     backward: BackwardForm | None = None
+    device_sum: DeviceSum | None = None
 
     @functools.cached_property
     def _hash(self) -> int:
         fields = self.action, self.compute, self.stored, self.reason, self.inner
         form = self.product, self.clipped, self.numbers, self.keeps_rounding, self.pins_rounding
-        return hash((*fields, self.in_float64_span, *form, self.backward))
+        return hash((*fields, self.in_float64_span, *form, self.backward, self.device_sum))
 
     def __hash__(self) -> int:
         return self._hash
@@ -191,6 +207,11 @@ class Decision:
             return True
         is_product = self.action is Action.LOWER and self.kind is OpKind.COMPUTE
         return (is_product or self.action is Action.KEEP) and self.converts
+
+    @property
+    def adds_low(self) -> bool:
+        """Whether devices add up terms in it in 16 bits."""
+        return self.device_sum == DeviceSum()
 
     @property
     def reorders(self) -> bool:
@@ -216,7 +237,7 @@ class Decision:
         """Whether an equation without bodies is replaced, or its results are rounded."""
         if self.action is Action.ENTER:
             return False
-        is_kept = self.action is Action.KEEP and self.backward is None
+        is_kept = self.action is Action.KEEP and not (self.backward or self.device_sum)
         return not is_kept or self.converts or self.product.exchanged
 
 

@@ -317,6 +317,15 @@ LOW_BACKWARD = Template(
     "; what its derivative saves and makes is in {}",
     "leave it as it was written by keep('f32')",
 )
+SUMMED = Template(
+    _PRESET,
+    "; {} over devices is in {}",
+    'leave the sum in float32 by with_reduce("auto")',
+)
+SUMMED_WIDE = Template(
+    _PRESET,
+    "; {} over devices is in f32: they cannot divide the terms among them",
+)
 RUNS_AS = Template(
     _COST,
     "; {} is not on a {}, and {} runs instead",

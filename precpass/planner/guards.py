@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from precpass.analysis.ranges import ValueRange
 from precpass.plan import reasons
-from precpass.plan.reasons import Reason
+from precpass.plan.reasons import DecidedBy, Reason
 from precpass.planner.query import Query
 from precpass.policy.precision import BY_DTYPE, Precision
 from precpass.policy.primitives import OpKind
@@ -39,8 +39,14 @@ def selects_or_compares(query: Query, target: Precision) -> Reason | None:
 
 
 def accumulates_in_carry(query: Query, _target: Precision) -> Reason | None:
-    """A loop adds to its carry through it: 16384 ones in bfloat16 add up to 256."""
-    return reasons.ACCUMULATES() if query.accumulates else None
+    """A loop adds to its carry through it: 16384 ones in bfloat16 add up to 256.
+
+    A rule may still order what goes from one device to the next, as between stages of a pipeline.
+    """
+    request, asking = query.place.request, (DecidedBy.RULE, DecidedBy.SAVED_PLAN)
+    is_asked = request is not None and request.decided_by in asking
+    is_sent = query.primitive == "ppermute" and is_asked
+    return reasons.ACCUMULATES() if query.accumulates and not is_sent else None
 
 
 def adds_terms_of_devices(query: Query, _target: Precision) -> Reason | None:

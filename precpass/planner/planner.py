@@ -36,6 +36,7 @@ from precpass.planner.storage.assignment import assign_storage
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
+from precpass.policy.rules import WIRE
 from precpass.policy.scopes import innermost_keep, is_fixed, join_scopes
 
 __all__ = ["Planner", "distinguish", "make_plan"]
@@ -67,8 +68,11 @@ def make_plan(
     backend = backend_of(platform)
     if policy.results == "f32":
         backend = backend._replace(has_low_results=False)
-    plan = Planner(analysis, policy, scope, backend, device_kind).root(border)
-    return with_low_results(plan, analysis) if backend.has_low_results else plan
+    planner = Planner(analysis, policy, scope, backend, device_kind)
+    plan, inner = planner.root(border), backend.has_low_results
+    if inner or policy.rules or policy.lock or policy.reduce in ("bf16", WIRE):
+        return with_low_results(plan, analysis, planner.requests.reduce, inner=inner)
+    return plan
 
 
 def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:

@@ -177,6 +177,11 @@ class PolicyRequests:
             return rule
         return None
 
+    def reduce(self, row: int) -> str:
+        """The format of sums between devices that a rule, or else the policy, asks for."""
+        rule = self.rule(row, self.scope(row)) if self._policy.rules else None
+        return (rule and rule.reduce) or self._policy.reduce
+
     def in_float64(self, row: int, scope: str) -> bool:
         """Whether an equation stands in a region that is to run in float64.
 

@@ -17,7 +17,7 @@ an argument or a difference.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
@@ -28,6 +28,7 @@ from precpass.plan import reasons
 from precpass.plan.decisions import lower
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.plan.reasons import DecidedBy
+from precpass.planner.device_sums import DeviceSums
 from precpass.planner.planned_bodies import planned_bodies
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
@@ -39,22 +40,31 @@ _HANDED_ON = frozenset(("pvary", "all_gather", "all_gather_invariant", "device_p
 """Primitives whose operands are their results on more devices, or elsewhere."""
 
 
-def with_low_results(plan: Plan, analysis: Analysis) -> Plan:
+def with_low_results(
+    plan: Plan, analysis: Analysis, reduce: Callable[[int], str], *, inner: bool
+) -> Plan:
     """The plan in which products have 16-bit results wherever that loses no digits of a sum.
 
     Args:
         plan: of the program, with its storage assigned.
         analysis: of the program.
+        reduce: the format of sums between devices that the policy asks for at a row.
+        inner: whether products have such results whose results stay inside the program.
     """
-    return _ResultFormats(plan, analysis).plan_of(0, plan)
+    return _ResultFormats(plan, analysis, reduce, inner).plan_of(0, plan)
 
 
 class _ResultFormats:
     """The results of the products of one program."""
 
-    def __init__(self, plan: Plan, analysis: Analysis) -> None:
+    def __init__(
+        self, plan: Plan, analysis: Analysis, reduce: Callable[[int], str], inner: bool
+    ) -> None:
         self.graph = analysis.graph
         self._digits = analysis.digits
+        self._inner = inner
+        self._reduce = reduce
+        self._sums = DeviceSums(plan, self.graph, self._digits, reduce)
         self._rounded = self._rounded_values(plan)
         self._plans: dict[tuple[int, int], Plan] = {}
 
@@ -80,7 +90,8 @@ class _ResultFormats:
                 decision = _moved_low(eqn, self._decision(body, row, planned), rounded)
                 decisions.append(decision)
                 dropped = decision.action is Action.DROP and moved_operand(eqn) in rounded
-                if dropped or _has_low_results(decision):
+                counts = self._inner or decision.kind is OpKind.COMPUTE
+                if dropped or (counts and _has_low_results(decision)):
                     rounded.update(eqn.outvars)
             same = all(a is b for a, b in zip(decisions, plan.decisions, strict=True))
             self._plans[key] = (
@@ -100,13 +111,18 @@ class _ResultFormats:
         is_product = decision.action is Action.LOWER and decision.kind is OpKind.COMPUTE
         if not is_product or decision.compute is not Precision.BF16:
             # The result may be out of float16's range though the operands are in it.
-            return decision
+            return self._sums.decision(body, row, decision)
         eqn = self.graph.eqns[row]
+        (result,) = eqn.outvars
         is_low = eqn.primitive.name == "conv_general_dilated" or any(decision.stored)
-        form = decision.product._replace(
-            low_result=is_low or not self._needs_digits(body, eqn.outvars[0]),
-            low_cotangents=(self._is_inner(body, eqn, 0), self._is_inner(body, eqn, 1)),
-        )
+        # XLA's partitioner adds up the results of products in the format that they have.
+        reduce = self._reduce(row)
+        inner, of_weights = self._inner and reduce != "f32", reduce == "bf16"
+        is_low = inner and (is_low or not self._needs_digits(body, result))
+        is_low = is_low or (of_weights and self._sums.leaves_backward_pass(body, result))
+        kept = (self._is_inner(body, eqn, side) for side in (0, 1))
+        lhs, rhs = (of_weights if is_kept is None else inner and is_kept for is_kept in kept)
+        form = decision.product._replace(low_result=is_low, low_cotangents=(lhs, rhs))
         return dataclasses.replace(decision, product=form)
 
     def _needs_digits(self, body: int, var: ir.Var) -> bool:
@@ -131,10 +147,11 @@ class _ResultFormats:
                 return False
         return True
 
-    def _is_inner(self, body: int, eqn: ir.Eqn, side: int) -> bool:
+    def _is_inner(self, body: int, eqn: ir.Eqn, side: int) -> bool | None:
         """Whether an operand's cotangent stays inside the program, and nothing is subtracted.
 
-        JAX makes its product when it differentiates the rewritten program, which no plan sees.
+        None if the operand is an argument of the program. JAX makes the cotangent's product when it
+        differentiates the rewritten program, which no plan sees.
         """
         var = eqn.invars[side]
         while not ir.is_literal(var):
@@ -145,7 +162,9 @@ class _ResultFormats:
                     return True  # every trip adds a term to its cotangent
                 # A loop takes slices of a stack, too.
                 outside = self.graph.outside(body, var)
-                if outside is None or outside.is_state:
+                if outside is None:
+                    return None if body == 0 else False
+                if outside.is_state:
                     return False
                 body, var = outside.body, outside.atom
                 continue

@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 
 from precpass.policy.precision import FORMATS, Precision, advice_for
 from precpass.policy.primitives import OpKind
-from precpass.policy.rules import Rule, check_keys
+from precpass.policy.rules import REDUCES, Rule, check_keys
 
 __all__ = [
     "OPTIONS",
@@ -122,6 +122,7 @@ class PrecisionPolicy:
         results: the format in which low-precision matrix products return their results: "auto" is
             16 bits where the platform's kernels gain by it and no sum loses digits, "f32" is
             float32 everywhere.
+        reduce: the format in which devices add up what matrix products made, as for `with_reduce`.
         parameters: the format in which you store parameters; `cast_to_param` casts to it. The pass
             itself never changes the dtype of an argument.
         weight_gradients: the format in which the gradients of weights are multiplied where other
@@ -153,6 +154,7 @@ class PrecisionPolicy:
     results: str = _option(
         "auto", {"auto": "16 bits where the platform's kernels gain by it", "f32": ""}
     )
+    reduce: str = _option("auto", REDUCES)
     parameters: Precision = _option(Precision.F32, _FORMATS)
     weight_gradients: Precision | None = _option(
         None, {Precision.BF16: "", Precision.F8E4M3: "", None: "by device"}
@@ -231,6 +233,22 @@ class PrecisionPolicy:
         float32 result in float32. So "f32" gains accuracy and costs bandwidth.
         """
         return self._with("results", results)
+
+    def with_reduce(self, reduce: str) -> PrecisionPolicy:
+        """Return this policy with sums between devices in "auto", "f32", "bf16", or over a wire.
+
+        Only sums of what bfloat16 matrix products made are concerned. With "auto" the gradients of
+        weights are added up in float32, and partial sums of other products in the format of their
+        results. "f32" adds up every sum in float32: no product has a 16-bit result. "bf16" adds up
+        gradients of weights in bfloat16 too. "bf16 wire, f32 sum" sends the terms in bfloat16 and
+        adds them up in float32, in `jax.shard_map`; elsewhere it is "auto".
+
+        Examples:
+            >>> from precpass import AutoMixedBf16
+            >>> AutoMixedBf16.with_reduce("bf16")
+            AutoMixedBf16.with_reduce('bf16')
+        """
+        return self._with("reduce", reduce)
 
     @property
     def scaled(self) -> Precision | None:

@@ -14,7 +14,18 @@ from precpass.policy.precision import Precision
 from precpass.policy.primitives import TABLE, OpKind
 from precpass.policy.scopes import called_scope
 
-__all__ = ["EqnView", "Rule", "called_paths", "check_keys", "layers_around"]
+__all__ = ["REDUCES", "WIRE", "EqnView", "Rule", "called_paths", "check_keys", "layers_around"]
+
+
+WIRE = "bf16 wire, f32 sum"
+"""The `reduce` in which devices send terms in 16 bits, and each adds up its part in float32."""
+REDUCES = {
+    "auto": "gradients of weights in float32, other sums as their products' results",
+    "f32": "every sum between devices",
+    "bf16": "gradients of weights too",
+    WIRE: "in a shard_map",
+}
+"""The formats in which devices add up what matrix products made, each with a remark."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +122,12 @@ class Rule:
             them: the kernel that makes a value can round it. Larger numbers become the largest one,
             infinities too. Derivatives are scaled as without it. `calibrate` writes such rules.
         evidence: why the rule exists, which a plan's reasons show. Comparing rules ignores it.
+        reduce: the format of sums between devices there, as for `PrecisionPolicy.with_reduce`; None
+            for the policy's.
 
     Raises:
         ValueError: for a rule without a pattern, a pattern that no primitive of the table matches,
-            a line without a file, or an unknown precision.
+            a line without a file, or an unknown precision or reduce.
 
     Examples:
         >>> Rule(scope="*/head", precision="f32")
@@ -143,6 +156,7 @@ class Rule:
     precision: Precision | str = dataclasses.field(kw_only=True)
     largest: tuple[float, float] | None = dataclasses.field(default=None, kw_only=True)
     evidence: str = dataclasses.field(default="", kw_only=True, compare=False)
+    reduce: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", Precision.parse(self.precision))
@@ -162,6 +176,9 @@ class Rule:
             _check_primitive(self.primitive)
         if self.largest is not None:
             object.__setattr__(self, "largest", _magnitudes(self.largest, self.parsed))
+        if self.reduce not in (None, *REDUCES):
+            legal = ", ".join(map(repr, REDUCES))
+            raise ValueError(f"Rule(reduce={self.reduce!r}): legal are {legal} and None")
 
     @functools.cached_property
     def patterns(self) -> dict[str, Any]:
@@ -188,8 +205,8 @@ class Rule:
         return f"Rule({', '.join(f'{name}={value}' for name, value in fields.items())})"
 
     def _others(self) -> dict[str, Any]:
-        others = {"largest": self.largest, "evidence": self.evidence}
-        return {"precision": str(self.precision)} | {k: v for k, v in others.items() if v}
+        more = {"largest": self.largest, "evidence": self.evidence, "reduce": self.reduce}
+        return {"precision": str(self.precision)} | {k: v for k, v in more.items() if v}
 
     def to_dict(self) -> dict[str, Any]:
         """Return this rule as a dict; a predicate is a ValueError."""
@@ -204,7 +221,7 @@ class Rule:
             raise TypeError(f"a rule as data is a dict, not {data!r}")
         fields = cast("Mapping[str, Any]", data)
         patterns = (name for name in _PATTERNS if name != "where")
-        check_keys(fields, (*patterns, "precision", "largest", "evidence"), "a rule")
+        check_keys(fields, (*patterns, "precision", "largest", "evidence", "reduce"), "a rule")
         if "precision" not in fields:
             legal = ", ".join(repr(str(precision)) for precision in Precision)
             raise ValueError(f"the rule {dict(fields)!r} has no precision: legal are {legal}")

@@ -11,13 +11,14 @@ from jax import lax
 from precpass import jaxpr as ir
 from precpass.analysis.equations import gathered_operand, is_wide, pieces, spreads
 from precpass.analysis.sizes import nbytes
-from precpass.plan.plan import Decision
+from precpass.plan.plan import Decision, DeviceSum
+from precpass.plan.reasons import DecidedBy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 from precpass.rewrite.copies import low_copy
 from precpass.rewrite.env import Env
 
-__all__ = ["chosen_low", "low_results", "put_together_low"]
+__all__ = ["add_low_transpose", "chosen_low", "low_results", "put_together_low"]
 
 
 def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
@@ -25,27 +26,61 @@ def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
     low = decision.compute
     assert low is not None
     row = op(eqn.primitive.name)
+    if decision.device_sum is not None and not decision.device_sum.of_cotangents:
+        return _sent_low(env, eqn, decision.device_sum)
     if gathered_operand(eqn) is not None:
         return [env.as_(_gathered(env, eqn, low), low)]
     if spreads(eqn):
         results = env.build.bind(eqn, [env.read(v) for v in eqn.invars])
         return [env.as_(x, low) for x in results]
     if row.kind is OpKind.ELEMENTWISE:
-        shape, read_as = eqn.outvars[0].aval.shape, env.read_as
-        args = [
-            read_as(v, low) if v.aval.shape == shape else _spread(env, v, shape, low)
-            for v in eqn.invars
-        ]
-        for at in decision.clipped:
-            args[at] = _clipped(env, eqn.invars[at], low)
-        for at, number in decision.numbers:
-            args[at] = _filled(env, eqn.invars[at], number, low)
+        args = _elementwise_operands(env, eqn, decision, low)
     else:
         args = [env.read_as(v, low) for v in eqn.invars]
     if row.accumulates and not ir.picks_from_apart_windows(eqn):
         pairs = zip(args, eqn.invars, strict=True)
         args = [env.as_(x, ir.precision_of(v.aval)) for x, v in pairs]
-    return [env.as_(x, low) for x in env.build.bind(eqn, args)]
+    results = [env.as_(x, low) for x in env.build.bind(eqn, args)]
+    is_asked = decision.decided_by is not DecidedBy.COST
+    return _apart(env, results) if is_asked and eqn.primitive.name == "ppermute" else results
+
+
+def _elementwise_operands(env: Env, eqn: ir.Eqn, decision: Decision, low: Precision) -> list[Any]:
+    shape, read_as = eqn.outvars[0].aval.shape, env.read_as
+    args = [
+        read_as(v, low) if v.aval.shape == shape else _spread(env, v, shape, low)
+        for v in eqn.invars
+    ]
+    for at in decision.clipped:
+        args[at] = _clipped(env, eqn.invars[at], low)
+    for at, number in decision.numbers:
+        args[at] = _filled(env, eqn.invars[at], number, low)
+    return args
+
+
+def _apart(env: Env, results: Sequence[Any]) -> Sequence[Any]:
+    """Low results that XLA's compilers do not fuse with casts.
+
+    That for GPUs fails if a loop's state is widened right after a permutation (jax 0.12.0.1).
+    """
+    kept = [env.build.detach(x, keeps_rounding=True) for x in results]
+    return [env.build.rounded(a, x) for a, x in zip(kept, results, strict=True)]
+
+
+def add_low_transpose(env: Env, eqn: ir.Eqn, form: DeviceSum) -> None:
+    """Gives a result the derivative of the equation that sends bfloat16, as its transpose does."""
+    (sent,), (result,) = _sent_low(env, eqn, form), eqn.outvars
+    env.values[result] = env.build.rounded(env.read(result), sent)
+
+
+def _sent_low(env: Env, eqn: ir.Eqn, form: DeviceSum) -> list[Any]:
+    """The float32 results of an equation that sends its operands to other devices in bfloat16."""
+    operands, low, dim = [env.read(v) for v in eqn.invars], Precision.BF16, form.dim
+    if dim is None:
+        results = env.build.bind(eqn, [env.as_(x, low) for x in operands])
+        return [env.as_(x, Precision.F32) for x in results]
+    key = "in parts", dim, ir.alike(eqn)
+    return env.build.call(lambda x: [ir.in_parts(eqn, x, dim, low.dtype)], operands, key)
 
 
 def chosen_low(env: Env, eqn: ir.Eqn, low: Precision) -> bool:

@@ -21,7 +21,12 @@ from precpass.policy.primitives import OpKind
 from precpass.policy.scopes import join_scopes
 from precpass.rewrite.env import Env, border_avals, crossing_aval
 from precpass.rewrite.float64_spans import Float64Span, float64_spans, from_bits, to_bits
-from precpass.rewrite.low_equation import chosen_low, low_results, put_together_low
+from precpass.rewrite.low_equation import (
+    add_low_transpose,
+    chosen_low,
+    low_results,
+    put_together_low,
+)
 from precpass.rewrite.lowered import lowered
 
 __all__ = ["Rewriter"]
@@ -187,14 +192,8 @@ class Rewriter:
                 env.write(eqn.outvars[0], _exchanged(env, eqn), None)
             else:
                 env.keep(eqn)
-            if decision.converts:
-                env.build.at(eqn)
-                low = decision.stored[0]
-                if low is None or decision.keeps_rounding or not put_together_low(env, eqn, low):
-                    _round(env, eqn, decision)
-            if decision.backward:
-                env.build.at(eqn)
-                env.add_backward_form(eqn, decision.backward, Precision.BF16)
+            if decision.alters:
+                _finish_kept(env, eqn, decision)
             return
         env.build.at(eqn)
         if action is Action.ENTER and decision.keeps_rounding:
@@ -372,6 +371,19 @@ def _round(env: Env, eqn: ir.Eqn, decision: Decision) -> None:
         if precision is not None:
             keeps, pins = decision.keeps_rounding, decision.pins_rounding
             env.round(var, precision, keeps=keeps, pins=pins)
+
+
+def _finish_kept(env: Env, eqn: ir.Eqn, decision: Decision) -> None:
+    """Rounds the results of an equation that was taken over, and adds what its derivative reads."""
+    env.build.at(eqn)
+    if decision.device_sum is not None:
+        add_low_transpose(env, eqn, decision.device_sum)
+    if decision.converts:
+        low = decision.stored[0]
+        if low is None or decision.keeps_rounding or not put_together_low(env, eqn, low):
+            _round(env, eqn, decision)
+    if decision.backward:
+        env.add_backward_form(eqn, decision.backward, Precision.BF16)
 
 
 def _exchanged(env: Env, eqn: ir.Eqn) -> Any:

@@ -306,7 +306,7 @@ def _computed(row: Row) -> str:
             return "left out" if decision.reorders else "removed"
         case Action.KEEP if decision.reorders:
             return "operands exchanged"
-        case Action.LOWER if op(row.info.primitive).accumulates:
+        case Action.LOWER if op(row.info.primitive).accumulates and not decision.adds_low:
             how = ", operands exchanged" if decision.product.exchanged else ""
             rounded = f", result in {decision.compute}" if decision.product.low_result else ""
             scaled = decision.product.scaled

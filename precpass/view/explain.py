@@ -407,7 +407,7 @@ def explained(
         tuple(_multiplied(plan_rows)),
         tuple(_others(plan_rows)),
         tuple(map(repr, plan.unmatched)),
-        (*plan.notes, *_costs(plan), *_assumptions(plan_rows)),
+        (*plan.notes, *_costs(plan), *_sums(plan_rows), *_assumptions(plan_rows)),
         tuple(advice(graph, decided, sites, has_tiles=bool(device))),
     )
 
@@ -421,6 +421,13 @@ def _unread_casts(graph: Graph) -> int:
 def _costs(plan: Plan) -> Iterator[str]:
     if plan.costs:
         yield f"what the forms of the program cost, relative to the first: {plan.costs}"
+
+
+def _sums(found: list[Row]) -> Iterator[str]:
+    """The formats of the sums over devices that a policy or a rule asks for in 16 bits."""
+    mores = [row.decision.reason.more.split("; ") for row in found]
+    sums = Counter(more for each in mores for more in each if " over devices is in " in more)
+    yield from (f"{more} ({counted(n, 'equation')})" for more, n in sums.items())
 
 
 def _assumptions(found: list[Row]) -> Iterator[str]:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from precpass.policy.rules import WIRE
 from tests.devices.test_compiled_for_targets import ran
 
 pytestmark = pytest.mark.targets
@@ -32,8 +33,13 @@ def sent(text):
 
 program = PROGRAMS[{name!r}](list(target_of("h100:4").devices), 256)
 loss, forms = program.loss, []
+policy = pp.AutoMixedBf16.with_reduce({reduce!r}).with_rules(*{rules})
 with program.in_force():
-    for fn in (jax.grad(loss), pp.auto_mixed(jax.grad(loss)), jax.grad(pp.auto_mixed(loss))):
+    for fn in (
+        jax.grad(loss),
+        pp.auto_mixed(jax.grad(loss), policy=policy),
+        jax.grad(pp.auto_mixed(loss, policy=policy)),
+    ):
         jitted = jax.jit(lambda params, x, fn=fn: fn(params, x))
         forms.append(sent(jitted.lower(*program.arguments(abstract)).compile().as_text()))
 print(json.dumps(forms))
@@ -52,10 +58,15 @@ SHARDED = {
 """What the mixed programs send. The cotangents of a ring's keys are sums, and travel in float32."""
 
 
+def sent(name: str, reduce: str = "auto", rules: str = "[]") -> list[dict[str, float]]:
+    """What devices send in float32, in `auto_mixed(grad)` and in `grad(auto_mixed)`."""
+    return json.loads(ran("-c", SENT.format(name=name, reduce=reduce, rules=rules)))
+
+
 @pytest.mark.release(keep=3)
 @pytest.mark.parametrize("name", SHARDED)
 def test_gathered_weights_are_sent_in_16_bits_and_their_gradients_in_float32(name: str):
-    float32, *mixed = json.loads(ran("-c", SENT.format(name=name)))
+    float32, *mixed = sent(name)
     for form in mixed:
         assert set(form) <= SHARDED[name]
         for kind in ("all-reduce", "reduce-scatter"):
@@ -96,3 +107,27 @@ def test_a_step_that_is_lowered_ahead_is_planned_for_its_mesh(target: str):
     """A kernel of these devices rounds the first product; of the last one nothing is known."""
     first, *others = ran("-c", AHEAD.format(target=target)).splitlines()
     assert first == "2 1" and others == ["2 1", "2 0"]
+
+
+@pytest.mark.release(keep=3)
+@pytest.mark.parametrize(
+    "name", [*sorted(SHARDED.keys() - {"offloaded", "pipeline"}), "tensor_parallel"]
+)
+def test_bf16_halves_what_sums_of_gradients_send(name: str):
+    float32, *mixed = sent(name, "bf16")
+    for form in mixed:
+        assert not any("f32" in kind.split() for kind in form)
+        for kind in ("all-reduce", "reduce-scatter", "collective-permute"):
+            assert form.get(f"{kind} bf16", 0) == float32.get(f"{kind} f32", 0) / 2
+
+
+def test_a_wire_in_bfloat16_exchanges_the_terms_of_gradients():
+    for form in sent("fsdp_shard_map", WIRE)[1:]:
+        assert set(form) == {"all-gather bf16", "all-to-all bf16"}
+
+
+def test_a_rule_halves_what_pipeline_stages_send():
+    rules = '[pp.Rule(primitive="ppermute", precision="bf16")]'
+    float32, *mixed = sent("pipeline", rules=rules)
+    for form in mixed:
+        assert form == {"collective-permute bf16": float32["collective-permute f32"] / 2}

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import precpass as pp
+from precpass.policy.rules import WIRE
 from tests.support.libraries import FAST, assert_leaves_near, check_products
 from tests.support.sharded_programs import (
     PROGRAMS,
@@ -64,6 +65,26 @@ def test_a_step_is_that_of_plain_jax(name: str):
                 continue
             check_products(traced.jaxpr, pp.AutoMixedBf16, least=3)
             assert_leaves_near(got, want, 8 * pp.AutoMixedBf16.low.unit_roundoff, what=form)
+            placed_alike(got, want)
+
+
+@pytest.mark.release(keep=4)
+@pytest.mark.parametrize("reduce", ["bf16", WIRE])
+@pytest.mark.parametrize("name", RUN)
+def test_sums_that_are_sent_in_16_bits_are_off_by_few_more_roundings(name: str, reduce: str):
+    """Each of the sums between devices rounds once for each of them."""
+    program = PROGRAMS[name](jax.devices(), 32)
+    policy = pp.AutoMixedBf16.with_reduce(reduce)
+    with program.in_force():
+        params, x = program.arguments(value)
+        want = jax.jit(step_of(program.loss), **FAST)(params, x)
+        for form, step in {
+            "auto(grad)": pp.auto_mixed(step_of(program.loss), policy=policy, **FAST),
+            "grad(auto)": jax.jit(step_of(pp.auto_mixed(program.loss, policy=policy)), **FAST),
+        }.items():
+            got = step(params, x)
+            bound = (8 + len(jax.devices())) * policy.low.unit_roundoff
+            assert_leaves_near(got, want, bound, what=form)
             placed_alike(got, want)
 
 
