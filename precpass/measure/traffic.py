@@ -230,8 +230,8 @@ class _Tally:
         for home, each in body:
             # A TPU's compiler puts the parts of a collective into several fusions.
             part = computation.name, each.channel
-            if each.collective and part not in self._sent:
-                self._sent |= {part} if each.channel else set()
+            if each.collective and (each is instruction or part not in self._sent):
+                self._sent.add(part)
                 _note_sent(home, each, total)
         for call, factors, how in _products(body):
             results = _without_workspace(instruction.shapes)
