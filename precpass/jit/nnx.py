@@ -107,8 +107,8 @@ def _given(map_arguments: Map, args: Any, kwargs: Any) -> list[Any]:
 @contextlib.contextmanager
 def split(
     map_arguments: Map, args: Any, kwargs: Any, in_shardings: Any, *, on_copies: bool
-) -> Generator[tuple[Any, Any]]:
-    """A context, around the call of a `functional`, that gives its arguments with modules split.
+) -> Generator[tuple[Any, Any, bool]]:
+    """A context, around a call, with its arguments with modules split, and whether there are any.
 
     The arrays of modules are put where `in_shardings`, the option of `jax.jit`, has shardings for
     them. With `on_copies`, copies that share what the modules share take the updates.
@@ -119,7 +119,7 @@ def split(
     """
     nnx, modules = _nnx(), _given(map_arguments, args, kwargs)
     if not modules:
-        yield args, kwargs
+        yield args, kwargs, False
         return
     if on_copies:
         modules = nnx.clone(modules)
@@ -135,7 +135,7 @@ def split(
                 return _for_modules(_placed, next(each, None), x)
 
             args, _ = map_arguments(placed, args, {})
-        yield args, kwargs
+        yield args, kwargs, True
 
 
 @contextlib.contextmanager

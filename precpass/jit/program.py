@@ -16,7 +16,6 @@ from precpass import jaxpr as ir
 from precpass.jaxpr.weak import Recent, WeakIdMap
 from precpass.jit import nnx, region as regions
 from precpass.jit.arguments import (
-    Declared,
     Static,
     arguments,
     dynamic_leaves,
@@ -25,7 +24,6 @@ from precpass.jit.arguments import (
     unwrapped,
 )
 from precpass.jit.call import CallAdapter, note_source, shown_to_user
-from precpass.jit.functions import name_of
 from precpass.jit.layers import name_root_modules
 from precpass.jit.own_arrays import with_own_arrays
 from precpass.jit.region import Region, Resolved, tracing, use_policy
@@ -176,7 +174,7 @@ class Program:
         options: dict[str, Any],
     ) -> None:
         self.policy, self.profitability = policy, profitability
-        self.adapter = CallAdapter(name_of(fn), Declared(fn, options), options.get("in_shardings"))
+        self.adapter = CallAdapter(fn, options)
         self.calls: dict[Region, Callable[..., Any]] = {}
         self.staged: dict[Hashable, dict[tuple[Region, bool], Any]] = {}
         self._jitted: dict[tuple[Region, bool], Any] = {}
@@ -202,7 +200,7 @@ class Program:
         *,
         on_copies: bool = False,
     ) -> Any:
-        """Makes a call: it is prepared if jit does not take the arguments, made, and finished.
+        """Makes a call: prepares its arguments, makes it, and finishes its results.
 
         Args:
             run_of: gives the jitted function, by whether modules are split.
@@ -213,17 +211,9 @@ class Program:
         """
         __tracebackhide__ = True
         finish = finish or self.adapter.finished
-        if self.adapter.direct and not on_copies:
-            try:
-                return finish(run_of(False)(*args, **kwargs))
-            except Exception as error:
-                if self.ends(error, args, kwargs):
-                    raise
-        splits = nnx.has_nodes(self.adapter.declared.each(args, kwargs))
-        prepared = self.adapter.prepared(args, kwargs, on_copies=on_copies)
         try:
-            with prepared as (inner, inner_kwargs):
-                return finish(run_of(splits)(*inner, **inner_kwargs))
+            with self.adapter.prepared(args, kwargs, on_copies=on_copies) as (inner, named, splits):
+                return finish(run_of(splits)(*inner, **named))
         except Exception as error:
             shown_to_user(error, self.adapter.name)
             raise
