@@ -34,7 +34,7 @@ __all__ = [
 _NUMBERS = (bool, int, float, complex)
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_static
 class Static:
     """A leaf that jit refuses, as a part of the tree and so of jit's cache key."""
 
@@ -51,17 +51,8 @@ class Static:
     def __hash__(self) -> int:
         return hash(self.value)
 
-    def tree_flatten(self) -> tuple[tuple[()], Static]:
-        """No children; the leaf is the tree's own data."""
-        return (), self
 
-    @classmethod
-    def tree_unflatten(cls, aux: Static, _children: Any) -> Static:
-        """The leaf itself."""
-        return aux
-
-
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_static
 class HandedThrough(Static):
     """A result that is no array, as it was when the function was traced."""
 
