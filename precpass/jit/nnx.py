@@ -19,9 +19,9 @@ from precpass import jaxpr as ir
 
 __all__ = [
     "Updated",
-    "functional",
     "has_nodes",
     "is_node",
+    "on_merged",
     "result_paths",
     "split",
     "updated",
@@ -159,38 +159,33 @@ def _restored_on_error(modules: list[Any]) -> Generator[None]:
         raise
 
 
-def functional(
-    fn: Callable[..., Any], map_arguments: Map, out_shardings: Any = None
-) -> Callable[..., Any]:
-    """`fn` as a function of split modules, which returns `Updated`; modules it returns are split.
+def on_merged(
+    fn: Callable[..., Any], map_arguments: Map, out_shardings: Any, args: Any, kwargs: Any
+) -> Any:
+    """`fn` of split modules: its results with modules split, in an `Updated` with their new states.
 
     Of `out_shardings`, the option of `jax.jit`, the parts given for modules are used.
     """
-
-    @functools.wraps(fn)
-    def pure(*args: Any, **kwargs: Any) -> Any:
-        nnx = _nnx()
-        is_split = any(map(_is_split, jax.tree.leaves((args, kwargs), is_leaf=_is_split)))
-        if is_split:
-            with nnx.merge_context(_TAG, inner=True) as context:
-                args, kwargs = map_arguments(lambda x, _: _merge(context, x), args, kwargs)
-        elif _given(map_arguments, args, kwargs):
-            raise TypeError("jit took a module apart, and would lose its updates")
-        out = fn(*args, **kwargs)
-        if not (is_split or has_nodes(out)):
-            return out
-        _for_modules(_constrain, out_shardings, out)
-        with nnx.split_context(_TAG if is_split else None) as context:
-            if not is_split:
-                return _split(context, out)
-            modules = _split(context, _given(map_arguments, args, kwargs))
-            return Updated(modules, _split(context, out))
-
-    return pure
+    nnx = _nnx()
+    is_split = any(map(_is_split, jax.tree.leaves((args, kwargs), is_leaf=_is_split)))
+    if is_split:
+        with nnx.merge_context(_TAG, inner=True) as context:
+            args, kwargs = map_arguments(lambda x, _: _merge(context, x), args, kwargs)
+    elif _given(map_arguments, args, kwargs):
+        raise TypeError("jit took a module apart, and would lose its updates")
+    out = fn(*args, **kwargs)
+    if not (is_split or has_nodes(out)):
+        return out
+    _for_modules(_constrain, out_shardings, out)
+    with nnx.split_context(_TAG if is_split else None) as context:
+        if not is_split:
+            return _split(context, out)
+        modules = _split(context, _given(map_arguments, args, kwargs))
+        return Updated(modules, _split(context, out))
 
 
 def updated(out: Any) -> Any:
-    """The results of a `functional`, after the caller's modules have been updated."""
+    """The results of `on_merged`, after the caller's modules have been updated."""
     if isinstance(out, Updated):
         with _nnx().merge_context(_TAG, inner=False) as context:
             return _merge(context, out).out
@@ -224,18 +219,11 @@ def result_paths(results: Any) -> list[str]:
 
 def without_modules(shardings: Any) -> Any:
     """Shardings of `jax.jit`'s options, with None in the place of those given for modules."""
-    if not _is_loaded_prefix(shardings):
-        return shardings
     return jax.tree.map(
         lambda x: None if _is_of_module(x) else x,
         shardings,
         is_leaf=lambda x: x is None or _is_of_module(x),
     )
-
-
-def _is_loaded_prefix(shardings: Any) -> bool:
-    leaves = jax.tree.leaves(shardings, is_leaf=_is_of_module)
-    return _nnx() is not None and any(map(_is_of_module, leaves))
 
 
 def _is_of_module(x: Any) -> bool:
@@ -249,7 +237,7 @@ def _for_modules(act: Callable[[Callable[..., Any], Any], Any], shardings: Any, 
 
     `find` gives the sharding of a variable at a path. The shardings are a prefix of the tree.
     """
-    if not _is_loaded_prefix(shardings):
+    if not any(map(_is_of_module, jax.tree.leaves(shardings, is_leaf=_is_of_module))):
         return tree
 
     def each(prefix: Any, part: Any) -> Any:

@@ -179,17 +179,15 @@ class Program:
         self.staged: dict[Hashable, dict[tuple[Region, bool], Any]] = {}
         self._jitted: dict[tuple[Region, bool], Any] = {}
         self._differentiated = set[Region]()
-        borrowed = _Borrowed(fn)
-        crossed = _crossed(borrowed, self.adapter)
-        pure = nnx.functional(crossed, self.adapter.declared.map, options.get("out_shardings"))
+        crossed = _crossed(_Borrowed(fn), self.adapter, options.get("out_shardings"))
         # Shardings of modules are dealt with when modules are split.
         own_options: dict[str, Any] = {
             k: nnx.without_modules(x) if k.endswith("shardings") and x is not None else x
             for k, x in options.items()
         }
-        self.original = Original(pure, self.adapter, own_options)
+        self.original = Original(crossed, self.adapter, own_options)
         # The result is thrown away. An option that jit does not know is thus an error at once.
-        jax.jit(pure, **own_options)
+        jax.jit(crossed, **own_options)
 
     def run(
         self,
@@ -321,17 +319,20 @@ class _Borrowed:
         return fn
 
 
-def _crossed(borrowed: _Borrowed, adapter: CallAdapter) -> Callable[..., Any]:
-    """The user's function, with arguments and results in the form of `precpass.jit.arguments`.
+def _crossed(borrowed: _Borrowed, adapter: CallAdapter, out_shardings: Any) -> Callable[..., Any]:
+    """The user's function, with arguments and results in the form in which they cross into jit.
 
     It refuses modules that jit took apart, whose numbers it has traced.
     """
+    declared = adapter.declared
 
     def crossed(*args: Any, **kwargs: Any) -> Any:
-        given = adapter.declared.each(args, kwargs)
-        if adapter.direct and holds_modules(given):
+        if adapter.direct and holds_modules(declared.each(args, kwargs)):
             raise TypeError("jit took a module apart, and would trace its numbers")
-        args, kwargs = adapter.declared.map(
+        return nnx.on_merged(whole, declared.map, out_shardings, args, kwargs)
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = declared.map(
             lambda x, _: unwrapped(x), args, kwargs, static=_unwrapped_static
         )
         fn = borrowed.__wrapped__
@@ -362,4 +363,4 @@ def _marked(jitted: Callable[..., Any]) -> Callable[..., Any]:
 
 def calls_users_code(code: types.CodeType) -> bool:
     """Whether a frame with this code is the one in which the user's function is called."""
-    return code in _crossed.__code__.co_consts and code.co_name == "crossed"
+    return code in _crossed.__code__.co_consts and code.co_name == "whole"
