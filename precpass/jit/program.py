@@ -26,7 +26,7 @@ from precpass.jit.arguments import (
 from precpass.jit.call import CallAdapter, note_source, shown_to_user
 from precpass.jit.layers import name_root_modules
 from precpass.jit.own_arrays import with_own_arrays
-from precpass.jit.region import Region, Resolved, tracing, use_policy
+from precpass.jit.region import Region, tracing, use_policy
 from precpass.jit.traced import Traced, lowers_to_float16
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.policy import PrecisionPolicy
@@ -72,7 +72,7 @@ class Original:
     def trace(
         self,
         region: Region,
-        resolved: Resolved,
+        policy: PrecisionPolicy | None,
         args: Any,
         kwargs: Any,
         finish: Callable[[Any], Any] = lambda out: out,
@@ -83,7 +83,6 @@ class Original:
 
         If it `keeps_numbers`, Python's numbers keep their values.
         """
-        policy, scope = resolved.policy, resolved.scope
         args, kwargs = arguments(self._declared, self.name, args, kwargs)
         leaves, put = dynamic_leaves(self._declared, args, kwargs, keeps_numbers=keeps_numbers)
 
@@ -105,7 +104,7 @@ class Original:
             if policy is not None and policy.parameters.is_low:
                 jaxpr = ir.with_promoted_operands(jaxpr)
         call = traced._replace(jaxpr=jaxpr)
-        return Traced(call, self.name, region, policy, scope, finish)
+        return Traced(call, self.name, region, policy, finish)
 
     def _note_exact_constants(self, traced: ir.Call, called: Any, leaves: Sequence[Any]) -> None:
         """Notes what the constants of a program with a float64 region were before rounding."""
@@ -116,16 +115,14 @@ class Original:
             wide = ir.trace(functools.partial(called, fn), *map(ir.with_float64, leaves))
         ir.note_exact(traced.jaxpr, wide, arrays)
 
-    def rewritten(
-        self, region: Region, resolved: Resolved, policy: PrecisionPolicy
-    ) -> Callable[..., Any]:
+    def rewritten(self, region: Region, policy: PrecisionPolicy) -> Callable[..., Any]:
         """The function under a policy; when it is traced, it is planned and rewritten."""
 
         @functools.wraps(self.fn)
         def mixed(*args: Any, **kwargs: Any) -> Any:
             # Python's numbers are tracers here, unless jit is disabled or NaNs are looked for.
             try:
-                traced = self.trace(region, resolved, args, kwargs, keeps_numbers=True)
+                traced = self.trace(region, policy, args, kwargs, keeps_numbers=True)
             except NEEDS_VALUES as error:
                 if not ir.jit_is_disabled():
                     raise
@@ -229,9 +226,8 @@ class Program:
         known = self._jitted.get((region, splits))
         if known is None:
             original = self.original
-            resolved, fn = region.resolve(self.policy, self.profitability), original.fn
-            if resolved.policy is not None:
-                fn = original.rewritten(region, resolved, resolved.policy)
+            policy = region.policy_of(self.policy, self.profitability)
+            fn = original.fn if policy is None else original.rewritten(region, policy)
             jitted = jax.jit(fn, **original.options(splits=splits))
             # If another thread was first, all share its function.
             known = self._jitted.setdefault((region, splits), jitted)
@@ -240,7 +236,7 @@ class Program:
     def call(self, region: Region, *, splits: bool) -> Callable[..., Any]:
         """`jitted`, marked as fixed if an enclosing function must leave it alone."""
         jitted = self.jitted(region, splits=splits)
-        return _marked(jitted) if region.resolve(self.policy).is_fixed else jitted
+        return _marked(jitted) if region.fixes(self.policy) else jitted
 
     def direct_call(self, region: Region) -> Callable[..., Any]:
         """The function that a direct call in a region runs, for `calls`."""
@@ -253,7 +249,7 @@ class Program:
         the gradients of other functions here. This is called where the result, or the first of
         several, is being differentiated.
         """
-        policy = region.resolve(self.policy).policy
+        policy = region.policy_of(self.policy)
         if policy is not None and policy.low is Precision.F16 and self.original.is_in_float16:
             if region in self._differentiated:
                 warn_of_unscaled_gradient(only_by_grad=True)

@@ -16,7 +16,7 @@ from precpass.autotune.forms import in_form
 from precpass.devices.detect import device_for, device_of_call, planned_for
 from precpass.jit.arguments import copied
 from precpass.jit.nnx import result_paths
-from precpass.jit.region import Region, current, tracing
+from precpass.jit.region import Region, tracing
 from precpass.jit.selfcheck import check_jax
 from precpass.plan.borders import Border
 from precpass.plan.plan import Action, Plan
@@ -58,7 +58,6 @@ class Traced:
         name: the user's name for it, for errors.
         region: where it is called.
         policy: the policy that counts there; None if the pass is switched off.
-        scope: the name scope around it.
         finish: makes the function's output of the tree of its results.
     """
 
@@ -66,8 +65,12 @@ class Traced:
     name: str
     region: Region
     policy: PrecisionPolicy | None
-    scope: str
     finish: Callable[[Any], Any]
+
+    @property
+    def scope(self) -> str:
+        """The name scope around it."""
+        return self.region.scope
 
     def output(self, results: Sequence[Any]) -> Any:
         """The function's output, made of the jaxpr's results; those behind them are left out."""
@@ -113,7 +116,7 @@ class Traced:
             return make_plan(call.jaxpr, policy, self.scope, closed_over, (), *of_device)
 
         def rewritten_under(policy: PrecisionPolicy) -> Any:
-            return rewritten(call.jaxpr, planned(policy), current(), policy, self.scope)[0]
+            return self.rewritten(planned(policy), policy)
 
         is_multiplied = policy.precision_for(OpKind.COMPUTE).is_multiplication
         asks_nothing = policy.lock is not None or not policy.lowers or is_multiplied
