@@ -13,7 +13,7 @@ import jax
 import jax.core
 
 from precpass import jaxpr as ir
-from precpass.jit.nnx import has_nodes, is_node
+from precpass.jit.nnx import is_node, is_whole
 from precpass.jit.static_leaves import found_in, refusal
 
 __all__ = [
@@ -196,7 +196,8 @@ def arguments(declared: Declared, name: str, args: Any, kwargs: Any) -> tuple[An
 
 def holds_modules(tree: Any) -> bool:
     """Whether there are modules of flax nnx or equinox in a tree."""
-    return has_nodes(tree) or any(map(_is_module, jax.tree.leaves(tree, is_leaf=_is_module)))
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: is_whole(x) or _is_module(x))
+    return any(is_node(x) or _is_module(x) for x in leaves)
 
 
 def needs_steps(tree: Any) -> bool:

@@ -21,6 +21,7 @@ __all__ = [
     "Updated",
     "has_nodes",
     "is_node",
+    "is_whole",
     "on_merged",
     "result_paths",
     "split",
@@ -56,7 +57,8 @@ def _nnx() -> Any:
 def is_node(x: Any) -> bool:
     """Whether a value is a module, a variable or another node of nnx's graphs."""
     nnx = _nnx()
-    if nnx is None or isinstance(x, jax.Ref):  # a reference is a node to nnx, but jit takes it
+    # A reference is a node to nnx, but jit takes it. Containers and arrays are asked for most.
+    if nnx is None or type(x) in (tuple, list, dict) or isinstance(x, (jax.Array, jax.Ref)):
         return False
     if isinstance(x, getattr(nnx.variablelib, "HijaxVariable", ())):
         return False  # a hi-type of its own, which jit takes unchanged
@@ -69,18 +71,17 @@ def has_nodes(tree: Any) -> bool:
 
 
 def _nodes(tree: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_whole) if is_node(x)]
+
+
+def is_whole(x: Any) -> bool:
+    """Whether a value is not searched for nodes: it is one, or plain data that `nnx.split` gave."""
     nnx = _nnx()
-    return (
-        [] if nnx is None else [x for x in jax.tree.leaves(tree, is_leaf=_is_whole) if is_node(x)]
-    )
-
-
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, _nnx().State) or is_node(x)
+    return nnx is not None and (is_node(x) or isinstance(x, nnx.State))
 
 
 def _map_nodes(fn: Callable[[Any], Any], tree: Any) -> Any:
-    return jax.tree.map(lambda x: fn(x) if is_node(x) else x, tree, is_leaf=_is_whole)
+    return jax.tree.map(lambda x: fn(x) if is_node(x) else x, tree, is_leaf=is_whole)
 
 
 def _is_split(x: Any) -> bool:
