@@ -206,15 +206,16 @@ def needs_steps(tree: Any) -> bool:
 
 
 def dynamic_leaves(
-    declared: Declared, args: Any, kwargs: Any, *, keeps_numbers: bool
+    declared: Declared, name: str, args: Any, kwargs: Any, *, keeps_numbers: bool
 ) -> tuple[list[Any], Callable[[Sequence[Any]], tuple[Any, Any]]]:
-    """The leaves that are traced of what `arguments` gave, and a function that replaces them.
+    """The leaves of arguments that are traced, and a function that replaces them.
 
     It gives the arguments that are declared static as a `Static`, since JAX compares static
     arguments by `==` inside a trace. If it `keeps_numbers`, as under `jax.disable_jit`, Python's
     numbers are not traced.
     """
-    given = declared.map(lambda x, _: x, args, kwargs, static=Static)
+    wrapped = arguments(declared, name, args, kwargs)
+    given = declared.map(lambda x, _: x, *wrapped, static=Static)
     leaves, tree = jax.tree.flatten(given)
     kept = _NUMBERS if keeps_numbers else ()
     traced = [i for i, x in enumerate(leaves) if not isinstance(x, kept)]

@@ -17,7 +17,6 @@ from precpass.jaxpr.weak import Recent, WeakIdMap
 from precpass.jit import nnx, region as regions
 from precpass.jit.arguments import (
     Static,
-    arguments,
     dynamic_leaves,
     holds_modules,
     results,
@@ -83,8 +82,9 @@ class Original:
 
         If it `keeps_numbers`, Python's numbers keep their values.
         """
-        args, kwargs = arguments(self._declared, self.name, args, kwargs)
-        leaves, put = dynamic_leaves(self._declared, args, kwargs, keeps_numbers=keeps_numbers)
+        leaves, put = dynamic_leaves(
+            self._declared, self.name, args, kwargs, keeps_numbers=keeps_numbers
+        )
 
         def called(fn: Callable[..., Any], *values: Any) -> Any:
             put_args, put_kwargs = put(values)
