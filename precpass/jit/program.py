@@ -236,7 +236,14 @@ class Program:
     def call(self, region: Region, *, splits: bool) -> Callable[..., Any]:
         """`jitted`, marked as fixed if an enclosing function must leave it alone."""
         jitted = self.jitted(region, splits=splits)
-        return _marked(jitted) if region.fixes(self.policy) else jitted
+        if not region.fixes(self.policy):
+            return jitted
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            with jax.named_scope(FIXED_SCOPE):
+                return jitted(*args, **kwargs)
+
+        return marked
 
     def direct_call(self, region: Region) -> Callable[..., Any]:
         """The function that a direct call in a region runs, for `calls`."""
@@ -327,10 +334,11 @@ def _crossed(borrowed: _Borrowed, adapter: CallAdapter, out_shardings: Any) -> C
             raise TypeError("jit took a module apart, and would trace its numbers")
         return nnx.on_merged(whole, declared.map, out_shardings, args, kwargs)
 
+    def written(x: Any) -> Any:
+        return x.value if type(x) is Static else x
+
     def whole(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = declared.map(
-            lambda x, _: unwrapped(x), args, kwargs, static=_unwrapped_static
-        )
+        args, kwargs = declared.map(lambda x, _: unwrapped(x), args, kwargs, static=written)
         fn = borrowed.__wrapped__
         name_root_modules(fn, args, kwargs)
         out, passes_through = results(fn(*args, **kwargs), adapter.name)
@@ -343,18 +351,6 @@ def _crossed(borrowed: _Borrowed, adapter: CallAdapter, out_shardings: Any) -> C
     crossed.__name__ = adapter.name
     vars(crossed)["__wrapped__"] = borrowed
     return crossed
-
-
-def _unwrapped_static(x: Any) -> Any:
-    return x.value if type(x) is Static else x
-
-
-def _marked(jitted: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(FIXED_SCOPE):
-            return jitted(*args, **kwargs)
-
-    return call
 
 
 def calls_users_code(code: types.CodeType) -> bool:
