@@ -13,7 +13,7 @@ import jax
 import jax.core
 
 from precpass import jaxpr as ir
-from precpass.jit.nnx import has_nodes, is_node
+from precpass.jit.nnx import is_node, is_whole
 from precpass.jit.static_leaves import found_in, refusal
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
 _NUMBERS = (bool, int, float, complex)
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_static
 class Static:
     """A leaf that jit refuses, as a part of the tree and so of jit's cache key."""
 
@@ -51,17 +51,8 @@ class Static:
     def __hash__(self) -> int:
         return hash(self.value)
 
-    def tree_flatten(self) -> tuple[tuple[()], Static]:
-        """No children; the leaf is the tree's own data."""
-        return (), self
 
-    @classmethod
-    def tree_unflatten(cls, aux: Static, _children: Any) -> Static:
-        """The leaf itself."""
-        return aux
-
-
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_static
 class HandedThrough(Static):
     """A result that is no array, as it was when the function was traced."""
 
@@ -205,7 +196,8 @@ def arguments(declared: Declared, name: str, args: Any, kwargs: Any) -> tuple[An
 
 def holds_modules(tree: Any) -> bool:
     """Whether there are modules of flax nnx or equinox in a tree."""
-    return has_nodes(tree) or any(map(_is_module, jax.tree.leaves(tree, is_leaf=_is_module)))
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: is_whole(x) or _is_module(x))
+    return any(is_node(x) or _is_module(x) for x in leaves)
 
 
 def needs_steps(tree: Any) -> bool:
@@ -214,15 +206,16 @@ def needs_steps(tree: Any) -> bool:
 
 
 def dynamic_leaves(
-    declared: Declared, args: Any, kwargs: Any, *, keeps_numbers: bool
+    declared: Declared, name: str, args: Any, kwargs: Any, *, keeps_numbers: bool
 ) -> tuple[list[Any], Callable[[Sequence[Any]], tuple[Any, Any]]]:
-    """The leaves that are traced of what `arguments` gave, and a function that replaces them.
+    """The leaves of arguments that are traced, and a function that replaces them.
 
     It gives the arguments that are declared static as a `Static`, since JAX compares static
     arguments by `==` inside a trace. If it `keeps_numbers`, as under `jax.disable_jit`, Python's
     numbers are not traced.
     """
-    given = declared.map(lambda x, _: x, args, kwargs, static=Static)
+    wrapped = arguments(declared, name, args, kwargs)
+    given = declared.map(lambda x, _: x, *wrapped, static=Static)
     leaves, tree = jax.tree.flatten(given)
     kept = _NUMBERS if keeps_numbers else ()
     traced = [i for i, x in enumerate(leaves) if not isinstance(x, kept)]

@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import traceback
 import types
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
 
 from precpass.jit import nnx
 from precpass.jit.arguments import Declared, arguments, copied, needs_steps, unwrapped
+from precpass.jit.functions import name_of
 from precpass.policy.warned import OWN_FOLDER, is_users
 
 __all__ = ["CallAdapter", "Stage", "note_source", "shown_to_user"]
 
 
 class CallAdapter:
-    """How the calls of one function cross into jit and back.
+    """How the calls of one function cross into jit and back: `prepared`, and then `finished`.
 
     Attributes:
         name: the user's name for the function, for errors.
@@ -26,12 +27,13 @@ class CallAdapter:
         direct: whether no call so far has needed steps around it.
     """
 
-    def __init__(self, name: str, declared: Declared, in_shardings: Any = None) -> None:
-        self.name, self.declared, self._in_shardings = name, declared, in_shardings
+    def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self.name, self.declared = name_of(fn), Declared(fn, options)
+        self._in_shardings = options.get("in_shardings")
         self.direct = True
 
     def needs_steps(self, args: Any, kwargs: Any) -> bool:
-        """Whether arguments that were refused are to be prepared; those of later calls are, too."""
+        """Whether arguments are to be prepared; those of later calls then are, too."""
         found = any(map(needs_steps, self.declared.each(args, kwargs)))
         self.direct = self.direct and not found
         return found
@@ -39,13 +41,14 @@ class CallAdapter:
     @contextlib.contextmanager
     def prepared(
         self, args: Any, kwargs: Any, *, on_copies: bool = False
-    ) -> Generator[tuple[Any, Any]]:
-        """A context, around a call, that gives the arguments in the form that jit takes.
+    ) -> Generator[tuple[Any, Any, bool]]:
+        """A context, around a call, with the arguments as jit takes them, and if modules are split.
 
         With `on_copies`, copies of the modules and references take the updates.
         """
-        if self.direct:
-            self.needs_steps(args, kwargs)
+        if self.direct and not self.needs_steps(args, kwargs) and not on_copies:
+            yield args, kwargs, False
+            return
         args, kwargs = arguments(self.declared, self.name, args, kwargs)
         if on_copies:
             args, kwargs = self.declared.map(lambda x, _: copied(x, arrays=False), args, kwargs)
@@ -73,7 +76,7 @@ class Stage:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The results of the compiled program."""
-        with self._adapter.prepared(args, kwargs) as (args, kwargs):
+        with self._adapter.prepared(args, kwargs) as (args, kwargs, _):
             return self._adapter.finished(self._stage(*args, **kwargs))
 
     def __repr__(self) -> str:

@@ -50,15 +50,14 @@ def naming_layers(asked: frozenset[str]) -> Generator[None]:
     A call that reports have under the path of a layer that is `asked` for by a rule is marked.
     """
     outer = _here.trace
-    _CLASSES.replace()
     trace = outer or _Trace()
     before, trace.asked = trace.asked, asked
     try:
-        _here.trace = trace
-        yield
+        with _replaced_calls():
+            _here.trace = trace
+            yield
     finally:
         _here.trace, trace.asked = outer, before
-        _CLASSES.put_back()
 
 
 def name_root_modules(fn: Any, args: Any, kwargs: Any) -> None:
@@ -172,37 +171,34 @@ _here = _Here()
 # ---------------------------------------------------------------- the classes
 
 
-class _Classes:
-    """The classes whose `__call__` is replaced, while any thread needs that."""
+_lock = threading.Lock()
+_traces = 0
+_replaced: dict[type[Any], tuple[Any, Any]] = {}
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._replaced: dict[type[Any], tuple[Any, Any]] = {}
 
-    def replace(self) -> None:
-        """Replaces the methods of all classes of modules that there are."""
-        with self._lock:
-            self._users += 1
-            for cls in _classes_with_calls():
+@contextlib.contextmanager
+def _replaced_calls() -> Generator[None]:
+    """A context in which `__call__` of all classes of modules that there are is replaced.
+
+    The methods are put back when the last such context of any thread ends.
+    """
+    global _traces
+    with _lock:
+        _traces += 1
+        for cls in _classes_with_calls():
+            if cls not in _replaced:
                 original = vars(cls)["__call__"]
-                if cls not in self._replaced:
-                    self._replaced[cls] = original, _naming(original)
-                    cls.__call__ = self._replaced[cls][1]
-
-    def put_back(self) -> None:
-        """Puts the methods back, if no other trace needs them."""
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-            for cls, (original, naming) in self._replaced.items():
+                _replaced[cls] = original, _naming(original)
+                cls.__call__ = _replaced[cls][1]
+    try:
+        yield
+    finally:
+        with _lock:
+            _traces -= 1
+            while _replaced and not _traces:
+                cls, (original, naming) = _replaced.popitem()
                 if vars(cls).get("__call__") is naming:  # unless someone has put another there
                     cls.__call__ = original
-            self._replaced.clear()
-
-
-_CLASSES = _Classes()
 
 
 def _classes_with_calls() -> Iterator[type[Any]]:

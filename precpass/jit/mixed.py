@@ -87,28 +87,8 @@ class Mixed(Generic[P, R_co]):
                 if type(first).__name__ in DIFFERENTIATED:
                     self._program.note_gradient(region)
                 return out if adapter.direct else adapter.finished(out)
-        return self._call_in_steps(args, kwargs)
-
-    def _call_in_steps(self, args: Any, kwargs: Any) -> Any:
-        __tracebackhide__ = True
         program, region = self._program, current()
         return program.run(lambda splits: program.call(region, splits=splits), args, kwargs)
-
-    def _staged(self, name: str, args: Any, kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        program, region = self._program, current()
-
-        def finish(stage: Any) -> Any:
-            return stage if self._adapter.direct else Stage(stage, self._adapter)
-
-        # In the trace the arguments are tracers, which have no device.
-        with planned_for(committed_device((args, kwargs, self.in_shardings))):
-            return program.run(
-                lambda splits: getattr(program.jitted(region, splits=splits), name),
-                args,
-                kwargs,
-                finish,
-            )
 
     @property
     def in_shardings(self) -> Any:
@@ -118,33 +98,39 @@ class Mixed(Generic[P, R_co]):
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """Trace and lower the function, like `jax.jit(f).lower`."""
         __tracebackhide__ = True
-        return self._staged("lower", args, kwargs)
+        return self._staged("lower", args, kwargs, self._stage)
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         """Trace the function, like `jax.jit(f).trace`."""
         __tracebackhide__ = True
-        return self._staged("trace", args, kwargs)
+        return self._staged("trace", args, kwargs, self._stage)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Return the shapes and dtypes of the output, like `jax.jit(f).eval_shape`."""
         __tracebackhide__ = True
+        return self._staged("eval_shape", args, kwargs, on_copies=True)
+
+    def _stage(self, stage: Any) -> Any:
+        return stage if self._adapter.direct else Stage(stage, self._adapter)
+
+    def _staged(self, name: str, args: Any, kwargs: Any, finish: Any = None, **options: Any) -> Any:
+        __tracebackhide__ = True
         program, region = self._program, current()
-        return program.run(
-            lambda splits: program.jitted(region, splits=splits).eval_shape,
-            args,
-            kwargs,
-            on_copies=True,
-        )
+        # In the trace the arguments are tracers, which have no device.
+        with planned_for(committed_device((args, kwargs, self.in_shardings))):
+            return program.run(
+                lambda splits: getattr(program.jitted(region, splits=splits), name),
+                args,
+                kwargs,
+                finish,
+                **options,
+            )
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_INSPECTIONS:
+        if name in (*_REPORTS, *_OF_INSPECTIONS):
+            wanted = f"{name}(f)(...)" if name in _REPORTS else f"inspect(f)(...).{name}"
             raise AttributeError(
-                f"an auto_mixed function has no {name}: write precpass.inspect(f)(...).{name}, "
-                "with the function's arguments in the second parentheses"
-            )
-        if name in _REPORTS:
-            raise AttributeError(
-                f"an auto_mixed function has no {name}: write precpass.{name}(f)(...), "
+                f"an auto_mixed function has no {name}: write precpass.{wanted}, "
                 "with the function's arguments in the second parentheses"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -175,8 +161,5 @@ class Mixed(Generic[P, R_co]):
         policy = repr(self.policy or "default")
         if self.policy is not None and self.policy.alias:
             policy = policy.replace(self.policy.name, self.policy.title, 1)
-        return f"<auto_mixed {_shown(self.__wrapped__)}, policy={policy}>"
-
-
-def _shown(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__name__", None) or repr(fn)
+        name = getattr(self.__wrapped__, "__name__", None) or repr(self.__wrapped__)
+        return f"<auto_mixed {name}, policy={policy}>"

@@ -19,9 +19,10 @@ from precpass import jaxpr as ir
 
 __all__ = [
     "Updated",
-    "functional",
     "has_nodes",
     "is_node",
+    "is_whole",
+    "on_merged",
     "result_paths",
     "split",
     "updated",
@@ -56,7 +57,8 @@ def _nnx() -> Any:
 def is_node(x: Any) -> bool:
     """Whether a value is a module, a variable or another node of nnx's graphs."""
     nnx = _nnx()
-    if nnx is None or isinstance(x, jax.Ref):  # a reference is a node to nnx, but jit takes it
+    # A reference is a node to nnx, but jit takes it. Containers and arrays are asked for most.
+    if nnx is None or type(x) in (tuple, list, dict) or isinstance(x, (jax.Array, jax.Ref)):
         return False
     if isinstance(x, getattr(nnx.variablelib, "HijaxVariable", ())):
         return False  # a hi-type of its own, which jit takes unchanged
@@ -69,18 +71,17 @@ def has_nodes(tree: Any) -> bool:
 
 
 def _nodes(tree: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_whole) if is_node(x)]
+
+
+def is_whole(x: Any) -> bool:
+    """Whether a value is not searched for nodes: it is one, or plain data that `nnx.split` gave."""
     nnx = _nnx()
-    return (
-        [] if nnx is None else [x for x in jax.tree.leaves(tree, is_leaf=_is_whole) if is_node(x)]
-    )
-
-
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, _nnx().State) or is_node(x)
+    return nnx is not None and (is_node(x) or isinstance(x, nnx.State))
 
 
 def _map_nodes(fn: Callable[[Any], Any], tree: Any) -> Any:
-    return jax.tree.map(lambda x: fn(x) if is_node(x) else x, tree, is_leaf=_is_whole)
+    return jax.tree.map(lambda x: fn(x) if is_node(x) else x, tree, is_leaf=is_whole)
 
 
 def _is_split(x: Any) -> bool:
@@ -107,8 +108,8 @@ def _given(map_arguments: Map, args: Any, kwargs: Any) -> list[Any]:
 @contextlib.contextmanager
 def split(
     map_arguments: Map, args: Any, kwargs: Any, in_shardings: Any, *, on_copies: bool
-) -> Generator[tuple[Any, Any]]:
-    """A context, around the call of a `functional`, that gives its arguments with modules split.
+) -> Generator[tuple[Any, Any, bool]]:
+    """A context, around a call, with its arguments with modules split, and whether there are any.
 
     The arrays of modules are put where `in_shardings`, the option of `jax.jit`, has shardings for
     them. With `on_copies`, copies that share what the modules share take the updates.
@@ -119,7 +120,7 @@ def split(
     """
     nnx, modules = _nnx(), _given(map_arguments, args, kwargs)
     if not modules:
-        yield args, kwargs
+        yield args, kwargs, False
         return
     if on_copies:
         modules = nnx.clone(modules)
@@ -135,7 +136,7 @@ def split(
                 return _for_modules(_placed, next(each, None), x)
 
             args, _ = map_arguments(placed, args, {})
-        yield args, kwargs
+        yield args, kwargs, True
 
 
 @contextlib.contextmanager
@@ -159,38 +160,33 @@ def _restored_on_error(modules: list[Any]) -> Generator[None]:
         raise
 
 
-def functional(
-    fn: Callable[..., Any], map_arguments: Map, out_shardings: Any = None
-) -> Callable[..., Any]:
-    """`fn` as a function of split modules, which returns `Updated`; modules it returns are split.
+def on_merged(
+    fn: Callable[..., Any], map_arguments: Map, out_shardings: Any, args: Any, kwargs: Any
+) -> Any:
+    """`fn` of split modules: its results with modules split, in an `Updated` with their new states.
 
     Of `out_shardings`, the option of `jax.jit`, the parts given for modules are used.
     """
-
-    @functools.wraps(fn)
-    def pure(*args: Any, **kwargs: Any) -> Any:
-        nnx = _nnx()
-        is_split = any(map(_is_split, jax.tree.leaves((args, kwargs), is_leaf=_is_split)))
-        if is_split:
-            with nnx.merge_context(_TAG, inner=True) as context:
-                args, kwargs = map_arguments(lambda x, _: _merge(context, x), args, kwargs)
-        elif _given(map_arguments, args, kwargs):
-            raise TypeError("jit took a module apart, and would lose its updates")
-        out = fn(*args, **kwargs)
-        if not (is_split or has_nodes(out)):
-            return out
-        _for_modules(_constrain, out_shardings, out)
-        with nnx.split_context(_TAG if is_split else None) as context:
-            if not is_split:
-                return _split(context, out)
-            modules = _split(context, _given(map_arguments, args, kwargs))
-            return Updated(modules, _split(context, out))
-
-    return pure
+    nnx = _nnx()
+    is_split = any(map(_is_split, jax.tree.leaves((args, kwargs), is_leaf=_is_split)))
+    if is_split:
+        with nnx.merge_context(_TAG, inner=True) as context:
+            args, kwargs = map_arguments(lambda x, _: _merge(context, x), args, kwargs)
+    elif _given(map_arguments, args, kwargs):
+        raise TypeError("jit took a module apart, and would lose its updates")
+    out = fn(*args, **kwargs)
+    if not (is_split or has_nodes(out)):
+        return out
+    _for_modules(_constrain, out_shardings, out)
+    with nnx.split_context(_TAG if is_split else None) as context:
+        if not is_split:
+            return _split(context, out)
+        modules = _split(context, _given(map_arguments, args, kwargs))
+        return Updated(modules, _split(context, out))
 
 
 def updated(out: Any) -> Any:
-    """The results of a `functional`, after the caller's modules have been updated."""
+    """The results of `on_merged`, after the caller's modules have been updated."""
     if isinstance(out, Updated):
         with _nnx().merge_context(_TAG, inner=False) as context:
             return _merge(context, out).out
@@ -224,18 +220,11 @@ def result_paths(results: Any) -> list[str]:
 
 def without_modules(shardings: Any) -> Any:
     """Shardings of `jax.jit`'s options, with None in the place of those given for modules."""
-    if not _is_loaded_prefix(shardings):
-        return shardings
     return jax.tree.map(
         lambda x: None if _is_of_module(x) else x,
         shardings,
         is_leaf=lambda x: x is None or _is_of_module(x),
     )
-
-
-def _is_loaded_prefix(shardings: Any) -> bool:
-    leaves = jax.tree.leaves(shardings, is_leaf=_is_of_module)
-    return _nnx() is not None and any(map(_is_of_module, leaves))
 
 
 def _is_of_module(x: Any) -> bool:
@@ -249,7 +238,7 @@ def _for_modules(act: Callable[[Callable[..., Any], Any], Any], shardings: Any, 
 
     `find` gives the sharding of a variable at a path. The shardings are a prefix of the tree.
     """
-    if not _is_loaded_prefix(shardings):
+    if not any(map(_is_of_module, jax.tree.leaves(shardings, is_leaf=_is_of_module))):
         return tree
 
     def each(prefix: Any, part: Any) -> Any:

@@ -6,13 +6,14 @@ was given: rounded to float32, if that was traced with x64 off. A copy has no su
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -41,43 +42,38 @@ class _Copies:
     def __init__(self) -> None:
         self.arrays: list[Any] = []
         self._known: dict[int, tuple[Any, Any]] = {}
+        self._replaced = 0  # how often a copy was given in the place of an object
 
     def of(self, x: Any) -> Any:
         """The copy of an object, or the object, if it holds none of the arrays."""
         if id(x) not in self._known and len(self._known) < SEARCH_LIMIT:
             self._known[id(x)] = x, x
-            self._known[id(x)] = self._copy(x), x
-        return self._known.get(id(x), (x,))[0]
+            before, copied = self._replaced, self._copy(x)
+            holds_copies = self._replaced > before or isinstance(x, np.ndarray)
+            self._known[id(x)] = copied if holds_copies else x, x
+        copied = self._known.get(id(x), (x,))[0]
+        self._replaced += copied is not x
+        return copied
 
     def _copy(self, x: Any) -> Any:
         if isinstance(x, np.ndarray):
             self.arrays.append(x)
             return x.copy() if x.dtype in (np.float64, np.complex128) else x
         if isinstance(x, functools.partial):
-            return self._made(functools.partial, x, (x.func, *x.args), x.keywords)
+            named = {key: self.of(value) for key, value in x.keywords.items()}
+            return functools.partial(self.of(x.func), *map(self.of, x.args), **named)
         if isinstance(x, types.MethodType):
-            return self._made(types.MethodType, x, (x.__func__, x.__self__))
+            return types.MethodType(self.of(x.__func__), self.of(x.__self__))
         if type(x) in (list, tuple):
-            return self._made(lambda *items: type(x)(items), x, x)
+            return type(x)(map(self.of, x))
         if type(x) is dict:
-            return self._made(lambda *items: dict(zip(x, items, strict=True)), x, x.values())
+            return {key: self.of(value) for key, value in x.items()}
         if isinstance(x, types.FunctionType):
             return self._function(x)
         if hasattr(x, "__wrapped__"):
             inner = self.of(x.__wrapped__)
-            if inner is x.__wrapped__:
-                return x
             return inner if callable(x) else types.SimpleNamespace(__wrapped__=inner)
         return self._instance(x) if _is_own(type(x)) else x
-
-    def _made(
-        self, make: Any, x: Any, parts: Iterable[Any], named: Any = types.MappingProxyType({})
-    ) -> Any:
-        """What `make` makes of the copies of the parts of `x`; `x` if these are the parts."""
-        parts = list(parts)
-        copies, of_named = list(map(self.of, parts)), {key: self.of(named[key]) for key in named}
-        pairs = [*zip(copies, parts, strict=True), *((of_named[key], named[key]) for key in named)]
-        return x if all(a is b for a, b in pairs) else make(*copies, **of_named)
 
     def _function(self, fn: types.FunctionType) -> Any:
         cells = tuple(types.CellType() for _ in fn.__closure__ or ())
@@ -87,48 +83,31 @@ class _Copies:
         new.__kwdefaults__, new.__defaults__ = self.of(fn.__kwdefaults__), self.of(fn.__defaults__)
         new.__dict__.update(fn.__dict__)
         for cell, old in zip(cells, fn.__closure__ or (), strict=True):
-            if (content := _content(old)) is not _EMPTY:
-                cell.cell_contents = self.of(content)
+            with contextlib.suppress(ValueError):  # a variable may have no value yet
+                cell.cell_contents = self.of(old.cell_contents)
         # Of a library's wrapper the closure alone leads to the user's function.
         names = set(_names(fn.__code__)) if _is_users(fn.__code__.co_filename) else set[str]()
         for name in names & named.keys():
-            value = named[name]
-            if isinstance(value, types.ModuleType) and _is_own(value):
-                parts = {key: self.of(part) for key, part in vars(value).items() if key in names}
-                if any(part is not vars(value)[key] for key, part in parts.items()):
-                    named[name] = types.SimpleNamespace(**{**vars(value), **parts})
-            elif not isinstance(value, types.ModuleType):
+            value, before = named[name], self._replaced
+            if not isinstance(value, types.ModuleType):
                 named[name] = self.of(value)
-        pairs = [
-            *((named[name], fn.__globals__[name]) for name in names & named.keys()),
-            *zip(map(_content, cells), map(_content, fn.__closure__ or ()), strict=True),
-            (new.__defaults__, fn.__defaults__),
-            (new.__kwdefaults__, fn.__kwdefaults__),
-        ]
-        return fn if all(a is b or a is new for a, b in pairs) else new
+            elif _is_own(value):
+                parts = {key: self.of(part) for key, part in vars(value).items() if key in names}
+                if self._replaced > before:
+                    named[name] = types.SimpleNamespace(**{**vars(value), **parts})
+        return new
 
     def _instance(self, x: Any) -> Any:
         for method in vars(type(x)).values():
             self.of(method)  # for the arrays that it names
-        held = getattr(x, "__dict__", {})
+        held, before = getattr(x, "__dict__", {}), self._replaced
         copies = {name: self.of(value) for name, value in held.items()}
-        if all(copies[name] is held[name] for name in held):
+        if self._replaced == before:
             return x
         new = copy.copy(x)
         for name, value in copies.items():
             object.__setattr__(new, name, value)
         return new
-
-
-_EMPTY = object()
-
-
-def _content(cell: types.CellType) -> Any:
-    """The value of a variable that a function closes over, which may have none yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _EMPTY
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

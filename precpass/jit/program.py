@@ -16,19 +16,16 @@ from precpass import jaxpr as ir
 from precpass.jaxpr.weak import Recent, WeakIdMap
 from precpass.jit import nnx, region as regions
 from precpass.jit.arguments import (
-    Declared,
     Static,
-    arguments,
     dynamic_leaves,
     holds_modules,
     results,
     unwrapped,
 )
 from precpass.jit.call import CallAdapter, note_source, shown_to_user
-from precpass.jit.functions import name_of
 from precpass.jit.layers import name_root_modules
 from precpass.jit.own_arrays import with_own_arrays
-from precpass.jit.region import Region, Resolved, tracing, use_policy
+from precpass.jit.region import Region, tracing, use_policy
 from precpass.jit.traced import Traced, lowers_to_float16
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.policy import PrecisionPolicy
@@ -74,7 +71,7 @@ class Original:
     def trace(
         self,
         region: Region,
-        resolved: Resolved,
+        policy: PrecisionPolicy | None,
         args: Any,
         kwargs: Any,
         finish: Callable[[Any], Any] = lambda out: out,
@@ -85,9 +82,9 @@ class Original:
 
         If it `keeps_numbers`, Python's numbers keep their values.
         """
-        policy, scope = resolved.policy, resolved.scope
-        args, kwargs = arguments(self._declared, self.name, args, kwargs)
-        leaves, put = dynamic_leaves(self._declared, args, kwargs, keeps_numbers=keeps_numbers)
+        leaves, put = dynamic_leaves(
+            self._declared, self.name, args, kwargs, keeps_numbers=keeps_numbers
+        )
 
         def called(fn: Callable[..., Any], *values: Any) -> Any:
             put_args, put_kwargs = put(values)
@@ -107,7 +104,7 @@ class Original:
             if policy is not None and policy.parameters.is_low:
                 jaxpr = ir.with_promoted_operands(jaxpr)
         call = traced._replace(jaxpr=jaxpr)
-        return Traced(call, self.name, region, policy, scope, finish)
+        return Traced(call, self.name, region, policy, finish)
 
     def _note_exact_constants(self, traced: ir.Call, called: Any, leaves: Sequence[Any]) -> None:
         """Notes what the constants of a program with a float64 region were before rounding."""
@@ -118,16 +115,14 @@ class Original:
             wide = ir.trace(functools.partial(called, fn), *map(ir.with_float64, leaves))
         ir.note_exact(traced.jaxpr, wide, arrays)
 
-    def rewritten(
-        self, region: Region, resolved: Resolved, policy: PrecisionPolicy
-    ) -> Callable[..., Any]:
+    def rewritten(self, region: Region, policy: PrecisionPolicy) -> Callable[..., Any]:
         """The function under a policy; when it is traced, it is planned and rewritten."""
 
         @functools.wraps(self.fn)
         def mixed(*args: Any, **kwargs: Any) -> Any:
             # Python's numbers are tracers here, unless jit is disabled or NaNs are looked for.
             try:
-                traced = self.trace(region, resolved, args, kwargs, keeps_numbers=True)
+                traced = self.trace(region, policy, args, kwargs, keeps_numbers=True)
             except NEEDS_VALUES as error:
                 if not ir.jit_is_disabled():
                     raise
@@ -176,22 +171,20 @@ class Program:
         options: dict[str, Any],
     ) -> None:
         self.policy, self.profitability = policy, profitability
-        self.adapter = CallAdapter(name_of(fn), Declared(fn, options), options.get("in_shardings"))
+        self.adapter = CallAdapter(fn, options)
         self.calls: dict[Region, Callable[..., Any]] = {}
         self.staged: dict[Hashable, dict[tuple[Region, bool], Any]] = {}
         self._jitted: dict[tuple[Region, bool], Any] = {}
         self._differentiated = set[Region]()
-        borrowed = _Borrowed(fn)
-        crossed = _crossed(borrowed, self.adapter)
-        pure = nnx.functional(crossed, self.adapter.declared.map, options.get("out_shardings"))
+        crossed = _crossed(_Borrowed(fn), self.adapter, options.get("out_shardings"))
         # Shardings of modules are dealt with when modules are split.
         own_options: dict[str, Any] = {
             k: nnx.without_modules(x) if k.endswith("shardings") and x is not None else x
             for k, x in options.items()
         }
-        self.original = Original(pure, self.adapter, own_options)
+        self.original = Original(crossed, self.adapter, own_options)
         # The result is thrown away. An option that jit does not know is thus an error at once.
-        jax.jit(pure, **own_options)
+        jax.jit(crossed, **own_options)
 
     def run(
         self,
@@ -202,7 +195,7 @@ class Program:
         *,
         on_copies: bool = False,
     ) -> Any:
-        """Makes a call: it is prepared if jit does not take the arguments, made, and finished.
+        """Makes a call: prepares its arguments, makes it, and finishes its results.
 
         Args:
             run_of: gives the jitted function, by whether modules are split.
@@ -213,17 +206,9 @@ class Program:
         """
         __tracebackhide__ = True
         finish = finish or self.adapter.finished
-        if self.adapter.direct and not on_copies:
-            try:
-                return finish(run_of(False)(*args, **kwargs))
-            except Exception as error:
-                if self.ends(error, args, kwargs):
-                    raise
-        splits = nnx.has_nodes(self.adapter.declared.each(args, kwargs))
-        prepared = self.adapter.prepared(args, kwargs, on_copies=on_copies)
         try:
-            with prepared as (inner, inner_kwargs):
-                return finish(run_of(splits)(*inner, **inner_kwargs))
+            with self.adapter.prepared(args, kwargs, on_copies=on_copies) as (inner, named, splits):
+                return finish(run_of(splits)(*inner, **named))
         except Exception as error:
             shown_to_user(error, self.adapter.name)
             raise
@@ -241,9 +226,8 @@ class Program:
         known = self._jitted.get((region, splits))
         if known is None:
             original = self.original
-            resolved, fn = region.resolve(self.policy, self.profitability), original.fn
-            if resolved.policy is not None:
-                fn = original.rewritten(region, resolved, resolved.policy)
+            policy = region.policy_of(self.policy, self.profitability)
+            fn = original.fn if policy is None else original.rewritten(region, policy)
             jitted = jax.jit(fn, **original.options(splits=splits))
             # If another thread was first, all share its function.
             known = self._jitted.setdefault((region, splits), jitted)
@@ -252,7 +236,14 @@ class Program:
     def call(self, region: Region, *, splits: bool) -> Callable[..., Any]:
         """`jitted`, marked as fixed if an enclosing function must leave it alone."""
         jitted = self.jitted(region, splits=splits)
-        return _marked(jitted) if region.resolve(self.policy).is_fixed else jitted
+        if not region.fixes(self.policy):
+            return jitted
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            with jax.named_scope(FIXED_SCOPE):
+                return jitted(*args, **kwargs)
+
+        return marked
 
     def direct_call(self, region: Region) -> Callable[..., Any]:
         """The function that a direct call in a region runs, for `calls`."""
@@ -265,7 +256,7 @@ class Program:
         the gradients of other functions here. This is called where the result, or the first of
         several, is being differentiated.
         """
-        policy = region.resolve(self.policy).policy
+        policy = region.policy_of(self.policy)
         if policy is not None and policy.low is Precision.F16 and self.original.is_in_float16:
             if region in self._differentiated:
                 warn_of_unscaled_gradient(only_by_grad=True)
@@ -331,19 +322,23 @@ class _Borrowed:
         return fn
 
 
-def _crossed(borrowed: _Borrowed, adapter: CallAdapter) -> Callable[..., Any]:
-    """The user's function, with arguments and results in the form of `precpass.jit.arguments`.
+def _crossed(borrowed: _Borrowed, adapter: CallAdapter, out_shardings: Any) -> Callable[..., Any]:
+    """The user's function, with arguments and results in the form in which they cross into jit.
 
     It refuses modules that jit took apart, whose numbers it has traced.
     """
+    declared = adapter.declared
 
     def crossed(*args: Any, **kwargs: Any) -> Any:
-        given = adapter.declared.each(args, kwargs)
-        if adapter.direct and holds_modules(given):
+        if adapter.direct and holds_modules(declared.each(args, kwargs)):
             raise TypeError("jit took a module apart, and would trace its numbers")
-        args, kwargs = adapter.declared.map(
-            lambda x, _: unwrapped(x), args, kwargs, static=_unwrapped_static
-        )
+        return nnx.on_merged(whole, declared.map, out_shardings, args, kwargs)
+
+    def written(x: Any) -> Any:
+        return x.value if type(x) is Static else x
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = declared.map(lambda x, _: unwrapped(x), args, kwargs, static=written)
         fn = borrowed.__wrapped__
         name_root_modules(fn, args, kwargs)
         out, passes_through = results(fn(*args, **kwargs), adapter.name)
@@ -358,18 +353,6 @@ def _crossed(borrowed: _Borrowed, adapter: CallAdapter) -> Callable[..., Any]:
     return crossed
 
 
-def _unwrapped_static(x: Any) -> Any:
-    return x.value if type(x) is Static else x
-
-
-def _marked(jitted: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(FIXED_SCOPE):
-            return jitted(*args, **kwargs)
-
-    return call
-
-
 def calls_users_code(code: types.CodeType) -> bool:
     """Whether a frame with this code is the one in which the user's function is called."""
-    return code in _crossed.__code__.co_consts and code.co_name == "crossed"
+    return code in _crossed.__code__.co_consts and code.co_name == "whole"

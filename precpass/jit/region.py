@@ -22,7 +22,6 @@ from precpass.policy.scopes import keep_scope
 
 __all__ = [
     "Region",
-    "Resolved",
     "configured",
     "current",
     "keep",
@@ -70,33 +69,29 @@ class Region:
         precision = self.products if self.keep is None else self.keep
         return precision if precision is not None and precision.is_low else None
 
-    def resolve(self, own: PrecisionPolicy | None, profitability: str | None = None) -> Resolved:
-        """The policy of a function that is called here, and has these of its own or None."""
-        scope = "" if self.keep is None else keep_scope(self.keep)
-        if self.off or _SWITCHED_OFF:
-            return Resolved(None, scope, self.inside)
+    @property
+    def scope(self) -> str:
+        """The name scope that stands for its `keep`."""
+        return "" if self.keep is None else keep_scope(self.keep)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether every function runs here as it was written."""
+        return self.off or _SWITCHED_OFF
+
+    def policy_of(
+        self, own: PrecisionPolicy | None, profitability: str | None = None
+    ) -> PrecisionPolicy | None:
+        """The policy of a function with these of its own; None if it runs as it was written."""
         policy = own or self.policy
-        if policy is None and self.inside:
-            return Resolved(None, scope, False)
+        if self.is_off or (policy is None and self.inside):
+            return None
         policy = policy or AutoMixedBf16
-        if profitability is not None:
-            policy = policy.with_profitability(profitability)
-        return Resolved(policy, scope, self.inside)
+        return policy if profitability is None else policy.with_profitability(profitability)
 
-
-@dataclasses.dataclass(frozen=True)
-class Resolved:
-    """The policy of a function in a region.
-
-    Attributes:
-        policy: the policy that counts; None if the function runs as it was written.
-        scope: the name scope around it.
-        is_fixed: whether an enclosing `auto_mixed` function leaves it alone.
-    """
-
-    policy: PrecisionPolicy | None
-    scope: str
-    is_fixed: bool
+    def fixes(self, own: PrecisionPolicy | None) -> bool:
+        """Whether an enclosing `auto_mixed` function leaves a function with this policy alone."""
+        return self.inside and (self.is_off or (own or self.policy) is not None)
 
 
 _region = functools.lru_cache(maxsize=4096)(Region)

@@ -7,7 +7,6 @@ programs, and a product that is not lowered in them is an error.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.planner.planner import distinguish, make_plan
+from precpass.jit.region import Region
+from precpass.planner.planner import make_plan
 from precpass.policy.presets import AutoMixedBf16
-from precpass.rewrite.rewriter import Rewriter
 
 __all__ = ["NEWEST_TESTED", "OLDEST_TESTED", "check_jax"]
 
@@ -65,18 +64,15 @@ def _check(primitive: str, program: Callable[[Any], Any]) -> None:
 
 def _products(program: Callable[[Any], Any]) -> tuple[int, int]:
     """The numbers of float32 and of 16-bit products in the rewritten program and its gradient."""
+    from precpass.jit.traced import rewritten  # which is what checks before it plans
+
     x = jax.ShapeDtypeStruct((2, 2), jnp.float32)
     before = ir.trace(program, x)
     plan = make_plan(before, AutoMixedBf16)
-    rewriter = Rewriter(
-        lambda jaxpr, scope, border: make_plan(jaxpr, AutoMixedBf16, scope, border=border),
-        lambda scope: distinguish(AutoMixedBf16, scope),
-        contextlib.nullcontext,
-    )
 
     def loss(x: Any) -> Any:
-        (out,) = ir.evaluate(rewriter.jaxpr(before, plan), [x])
-        return jnp.sum(out)
+        new, _ = rewritten(before, plan, Region(), AutoMixedBf16, "")
+        return jnp.sum(ir.evaluate(new, [x])[0])
 
     after = ir.trace(jax.value_and_grad(loss), x)
     dtypes = [

@@ -12,8 +12,9 @@ import numpy as np
 
 from precpass.jit.mixed import Mixed
 from precpass.jit.program import Original
-from precpass.jit.region import Region, Resolved, current
+from precpass.jit.region import Region, current
 from precpass.jit.traced import Traced
+from precpass.policy.policy import PrecisionPolicy
 
 __all__ = ["AtArguments", "Staged", "in_two_steps", "made_of_trace", "owner_of"]
 
@@ -130,10 +131,10 @@ class Staged:
     def _of(self, region: Region, splits: bool) -> Any:
         key, program = (region, splits), self._program
         if key not in self._jitted:
-            resolved = region.resolve(program.policy, program.profitability)
+            policy = region.policy_of(program.policy, program.profitability)
             options = program.original.options(splits=splits)
             options = _shifted(options, donates=not self._on_copies)
-            self._jitted[key] = _staged(program.original, region, resolved, self._then, options)
+            self._jitted[key] = _staged(program.original, region, policy, self._then, options)
         return self._jitted[key]
 
 
@@ -160,13 +161,13 @@ def made_of_trace(
     """Traces a function once at some arguments, and returns what `then` makes of the trace."""
     program, region = mixed._program, current()  # pyright: ignore[reportPrivateUsage] -- its own module
     # the policy of the program is an equal one, which may have been saved with other costs
-    resolved = region.resolve(mixed.policy, mixed.profitability)
+    policy = region.policy_of(mixed.policy, mixed.profitability)
 
     def output(out: Any) -> Any:
         return program.run(lambda _: lambda *_a, **_k: out, args, kwargs, on_copies=True)
 
     def traced(*inner: Any, **inner_kwargs: Any) -> Any:
-        return then(program.original.trace(region, resolved, inner, inner_kwargs, output))
+        return then(program.original.trace(region, policy, inner, inner_kwargs, output))
 
     return program.run(lambda _: traced, args, kwargs, lambda made: made)
 
@@ -181,7 +182,7 @@ def owner_of(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...
 def _staged(
     original: Original,
     region: Region,
-    resolved: Resolved,
+    policy: PrecisionPolicy | None,
     then: Callable[..., tuple[Sequence[Any], Any]],
     options: dict[str, Any],
 ) -> Any:
@@ -189,7 +190,7 @@ def _staged(
     # JAX counts one name too few if a keyword has a parameter's name, so these are unusual.
     def traced(*_precpass_args: Any, **_precpass_kwargs: Any) -> Any:
         more, *args = _precpass_args
-        trace = original.trace(region, resolved, args, _precpass_kwargs)
+        trace = original.trace(region, policy, args, _precpass_kwargs)
         results, other = then(trace, *more)
         return trace.output(results), other
 

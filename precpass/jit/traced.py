@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from precpass.autotune.forms import in_form
 from precpass.devices.detect import device_for, device_of_call, planned_for
 from precpass.jit.arguments import copied
 from precpass.jit.nnx import result_paths
-from precpass.jit.region import Region, current, tracing
+from precpass.jit.region import Region, tracing
 from precpass.jit.selfcheck import check_jax
 from precpass.plan.borders import Border
 from precpass.plan.plan import Action, Plan
@@ -31,19 +31,22 @@ from precpass.policy.scopes import clean_scope, join_scopes
 from precpass.policy.warned import PrecisionWarning, quietly, user_stacklevel
 from precpass.rewrite.rewriter import Rewriter
 
-__all__ = ["LoopStopped", "Traced", "lowers_to_float16", "place_of", "rewritten"]
+__all__ = ["Ran", "Traced", "lowers_to_float16", "place_of", "rewritten"]
 
 
-class LoopStopped(Exception):
-    """A loop reached the bound of trips that it was run with.
+class Ran(NamedTuple):
+    """What a run of a function computed.
 
     Attributes:
-        place: where the loop is.
+        results: the jaxpr's results, with those that update modules, and then what the arguments'
+            references hold after the call.
+        trips: the most trips of a loop whose end depends on floating values.
+        stopped: where a loop is that reached the bound of trips; None if none did.
     """
 
-    def __init__(self, place: ir.Place, bound: int | None) -> None:
-        super().__init__(f"the loop at {place.source} did not end in {bound} trips")
-        self.place = place
+    results: list[Any]
+    trips: int
+    stopped: ir.Place | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +58,6 @@ class Traced:
         name: the user's name for it, for errors.
         region: where it is called.
         policy: the policy that counts there; None if the pass is switched off.
-        scope: the name scope around it.
         finish: makes the function's output of the tree of its results.
     """
 
@@ -63,12 +65,17 @@ class Traced:
     name: str
     region: Region
     policy: PrecisionPolicy | None
-    scope: str
     finish: Callable[[Any], Any]
 
+    @property
+    def scope(self) -> str:
+        """The name scope around it."""
+        return self.region.scope
+
     def output(self, results: Sequence[Any]) -> Any:
-        """The function's output, made of the jaxpr's results."""
-        return self.finish(jax.tree.unflatten(self.call.tree, results))
+        """The function's output, made of the jaxpr's results; those behind them are left out."""
+        tree = self.call.tree
+        return self.finish(jax.tree.unflatten(tree, results[: tree.num_leaves]))
 
     def checked_plan(self, policy: PrecisionPolicy) -> Plan:
         """The plan under a policy, with the errors and warnings of a call.
@@ -107,7 +114,7 @@ class Traced:
             return make_plan(call.jaxpr, policy, self.scope, closed_over, (), *of_device)
 
         def rewritten_under(policy: PrecisionPolicy) -> Any:
-            return rewritten(call.jaxpr, planned(policy), current(), policy, self.scope)[0]
+            return self.rewritten(planned(policy), policy)
 
         is_multiplied = policy.precision_for(OpKind.COMPUTE).is_multiplication
         asks_nothing = policy.lock is not None or not policy.lowers or is_multiplied
@@ -155,43 +162,13 @@ class Traced:
         tree = self.call.tree
         return result_paths(jax.tree.unflatten(tree, range(tree.num_leaves)))
 
-    def trips(self) -> int | None:
-        """The most trips that a loop makes in the function as it was written, by running it.
+    def run(self, plan: Plan | None, policy: PrecisionPolicy, bound: int | None = None) -> Ran:
+        """Runs the function under a plan, or as it was written, compiled anew.
 
-        None if it has no loop whose end depends on floating values.
+        It changes and donates no argument. Loops whose end depends on floating values are stopped
+        after `bound` trips.
         """
-        if not ir.has_loops(self.call.jaxpr):
-            return None
-        _, loops = self._run(self.call.jaxpr, None)
-        return max((trips for _, trips, _ in loops), default=0)
-
-    def run(self, plan: Plan, policy: PrecisionPolicy, bound: int | None = None) -> Any:
-        """The function's output under a plan, compiled anew; it changes and donates no argument.
-
-        Raises:
-            LoopStopped: if a loop whose end depends on floating values makes `bound` trips.
-        """
-        results = self.run_with_updates(plan, policy, bound)
-        return self.output(results[: self.call.tree.num_leaves])
-
-    def run_with_updates(
-        self, plan: Plan, policy: PrecisionPolicy, bound: int | None = None
-    ) -> list[Any]:
-        """As `run`, but all that the function computes: also what it updates in place.
-
-        These are the jaxpr's results, with those that update modules, and then what the arguments'
-        references hold after the call.
-        """
-        results, loops = self._run(self.rewritten(plan, policy), bound)
-        for place, _, stopped in loops:
-            if stopped:
-                raise LoopStopped(place, bound)
-        return results
-
-    def _run(
-        self, jaxpr: Any, bound: int | None
-    ) -> tuple[list[Any], list[tuple[ir.Place, int, bool]]]:
-        """The results with updates, and for each loop its place, trips, and if it was stopped."""
+        jaxpr = self.call.jaxpr if plan is None else self.rewritten(plan, policy)
         places: list[ir.Place] = []
         most = ir.UNBOUNDED if bound is None else bound
 
@@ -202,9 +179,10 @@ class Traced:
 
         operands = copied(self.call.operands, arrays=False)
         results, record = jax.jit(run)(*operands)
-        counts: Any = np.asarray(record).tolist()
-        loops = [(p, trips, bool(at)) for p, (trips, at) in zip(places, counts, strict=True)]
-        return [*results, *(x[...] for x in operands if isinstance(x, jax.Ref))], loops
+        trips, reached = np.asarray(record).reshape(-1, 2).T
+        stopped = next((place for place, at in zip(places, reached, strict=True) if at), None)
+        references = [x[...] for x in operands if isinstance(x, jax.Ref)]
+        return Ran([*results, *references], int(max(trips, default=0)), stopped)
 
 
 def rewritten(

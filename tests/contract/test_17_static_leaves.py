@@ -272,10 +272,13 @@ IDENTITY = {
     "item": (lambda: frozenset({Plain()}), "whose [0] is of"),
     "mutable dataclass": (lambda: Mutable(1), ""),
     "partial of a method": (lambda: functools.partial(Plain().loss, 1), "func.__self__ is of"),
-    "argument of a partial": (lambda: functools.partial(max, key=Plain()), "whose (key) is of"),
+    "argument of a partial": (
+        lambda: functools.partial(max, key=Plain()),
+        "whose keywords['key'] is of",
+    ),
 }
 CHANGING = {
-    "list of a partial": (lambda: functools.partial(max, [1]), "(0) is of <class 'list'>"),
+    "list of a partial": (lambda: functools.partial(max, [1]), "args[0] is of <class 'list'>"),
     "method of a dict": (lambda: {}.get, "whose __self__ is of <class 'dict'>"),
     "field with a list": (lambda: ByIdentity([1]), "whose field is of <class 'list'>"),
 }

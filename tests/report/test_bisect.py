@@ -14,7 +14,7 @@ from jax import lax
 
 import precpass as pp
 from precpass.jit.traced import Traced
-from tests.support.passes import wide_products
+from tests.support.passes import wide_products, with_outputs
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(4, 8)), jnp.float32)
@@ -205,7 +205,7 @@ def seen(monkeypatch):
         given.append(wide_products(self, plan, policy))
         return given[-1]
 
-    monkeypatch.setattr(Traced, "run", run)
+    with_outputs(monkeypatch, run)
     return given
 
 

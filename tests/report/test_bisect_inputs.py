@@ -14,8 +14,7 @@ import pytest
 from flax import linen, nnx
 
 import precpass as pp
-from precpass.jit.traced import Traced
-from tests.support.passes import wide_products
+from tests.support.passes import wide_products, with_outputs
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)) / 3, jnp.float32)
@@ -113,7 +112,7 @@ def test_equal_lines_of_several_rules_stand_once(monkeypatch):
                 x = jnp.tanh(x @ w)
         return x
 
-    monkeypatch.setattr(Traced, "run", wide_products)
+    with_outputs(monkeypatch, wide_products)
     two = pp.bisect(fn, None, {1, 3}.issubset)(X, W)
     _, *rules, line = str(two).splitlines()
     scopes = ("layer_1", "layer_3")
@@ -174,7 +173,7 @@ def test_a_float64_program_keeps_float64_products():
 
 
 def test_the_policy_of_the_region_and_of_the_function_count(monkeypatch):
-    monkeypatch.setattr(Traced, "run_with_updates", lambda *_: [X])
+    with_outputs(monkeypatch, lambda *_: [X])
     with pp.use_policy("AutoMixed"):
         assert pp.bisect(net, None, 0.1)(X, W).policy == pp.AutoMixed
     mixed = pp.auto_mixed(net, policy="AutoMixedConservative")
@@ -258,7 +257,7 @@ class TwoLayers(linen.Module):
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_layers_of_a_library_are_told_apart_by_their_scopes(layer, monkeypatch):
-    monkeypatch.setattr(Traced, "run", wide_products)
+    with_outputs(monkeypatch, wide_products)
     params = {"params": {"body": {"kernel": W}, "head": {"kernel": W}}}
     found = pp.bisect(TwoLayers().apply, "AutoMixedBf16", {layer}.issubset)(params, X)
     scope = ("TwoLayers/body", "TwoLayers/head")[layer]
@@ -272,7 +271,7 @@ def test_layers_of_a_library_are_told_apart_by_their_scopes(layer, monkeypatch):
 
 
 def test_the_users_warnings_are_shown_once_and_there_are_no_others(monkeypatch):
-    monkeypatch.setattr(Traced, "run", wide_products)
+    with_outputs(monkeypatch, wide_products)
     unmatched = pp.Rule(scope="nowhere", precision="f32")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -334,7 +333,7 @@ NO_BOOLS = [None, 0.25, 1, "yes", [True], {"passed": True}, [[1], [2, 3]], np.on
 
 @pytest.mark.parametrize("verdict", [*NO_BOOLS, np.float32(1), jax.random.key(0)], ids=repr)
 def test_a_check_that_returns_no_bool_is_refused(verdict, monkeypatch):
-    monkeypatch.setattr(Traced, "run", lambda *_: X)
+    with_outputs(monkeypatch, lambda *_: X)
     with pytest.raises(TypeError, match="not a bool: return one"):
         pp.bisect(net, None, lambda out: verdict)(X, W)
 
@@ -343,7 +342,7 @@ def test_a_check_that_returns_no_bool_is_refused(verdict, monkeypatch):
     "kind", [bool, np.bool_, np.asarray, jnp.asarray], ids=lambda k: k.__name__
 )
 def test_a_bool_of_any_library_is_a_verdict(kind, monkeypatch):
-    monkeypatch.setattr(Traced, "run", wide_products)
+    with_outputs(monkeypatch, wide_products)
     found = pp.bisect(net, None, lambda wide: kind({1, 2} <= wide))(X, W)
     assert scopes_of(found) == {"head"}
     assert {type(run.passed) for run in found.runs} == {bool}
@@ -353,9 +352,9 @@ def test_a_bool_of_any_library_is_a_verdict(kind, monkeypatch):
 @pytest.mark.parametrize("number", [np.float32, np.float64, Fraction], ids=lambda n: n.__name__)
 def test_a_tolerance_may_be_a_number_of_any_library(number, monkeypatch):
     def run(*given):
-        return X if {1, 2} <= wide_products(*given) else 2 * X
+        return [X if {1, 2} <= wide_products(*given) else 2 * X]
 
-    monkeypatch.setattr(Traced, "run", run)
+    with_outputs(monkeypatch, run)
     found = pp.bisect(net, "AutoMixedBf16", number(0.5), budget=np.int64(50))(X, W)
     assert {type(run.passed) for run in found.runs} == {bool}
     assert type(found.tolerance) is float

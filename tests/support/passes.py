@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 import precpass as pp
+from precpass.jit.traced import Ran, Traced
 from tests.support.jaxprs import check_all_low, product_dtypes
 from tests.support.values import assert_near, rel_error
 
@@ -75,9 +76,15 @@ def look(fn: Callable[..., Any], policy: Any, *args: Any) -> pp.report.Inspectio
 
 
 def wide_products(traced: Any, plan: Any, policy: Any, *_: Any) -> frozenset[int]:
-    """In the place of `Traced.run`: the indices of the products that are wide under a plan."""
+    """For `with_outputs`: the indices of the products that are wide under a plan."""
     dtypes = product_dtypes(traced.rewritten(plan, policy))
     return frozenset(i for i, dtype in enumerate(dtypes) if dtype == "float32")
+
+
+def with_outputs(monkeypatch: Any, run: Callable[..., Any]) -> None:
+    """Puts `run(traced, plan, policy, bound)` in the place of what a traced function computes."""
+    monkeypatch.setattr(Traced, "run", lambda *given: Ran(run(*given), 0, None))
+    monkeypatch.setattr(Traced, "output", lambda _, results: results)
 
 
 def decided(inspection: Any, primitive: str) -> list[Any]:

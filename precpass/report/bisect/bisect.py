@@ -18,7 +18,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.api import trace_of
 from precpass.jit.staged import in_two_steps
-from precpass.jit.traced import LoopStopped, Traced
+from precpass.jit.traced import Traced
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
@@ -168,7 +168,8 @@ class _Search:
         """Runs the search."""
         name = self.policy.title
         self._plans[self.policy] = self.traced.checked_plan(self.policy)
-        self._trips = self.traced.trips()
+        if ir.has_loops(self.traced.call.jaxpr):
+            self._trips = self.traced.run(None, self.policy).trips
         low = None
         try:
             if self.tolerance is not None:
@@ -213,21 +214,19 @@ class _Search:
         if len(self.runs) >= self.budget:
             raise OutOfBudget
         try:
-            evaluate = self.traced.run if self.tolerance is None else self.traced.run_with_updates
             trips, stopped = self._trips, ""
             bound = None if trips is None else min(10 * max(trips, 100), ir.UNBOUNDED)
-            try:
-                out = jax.block_until_ready(evaluate(plan, policy, bound))
-            except LoopStopped as loop:
-                if is_reference:
-                    raise
-                at = shown_source(loop.place.source)
+            ran = jax.block_until_ready(self.traced.run(plan, policy, bound))
+            if ran.stopped is not None:
+                at = shown_source(ran.stopped.source)
                 stopped = f"the loop at {at} was stopped after {bound} trips; float32 needs {trips}"
+                if is_reference:
+                    raise RuntimeError(stopped)
                 error, passed, worst = None, False, ""
             else:
                 if is_reference:
-                    self._reference = self._floating(out)
-                error, passed, worst = self._judge(out)
+                    self._reference = self._floating(ran.results)
+                error, passed, worst = self._judge(ran.results)
         except Exception as raised:
             raised.add_note(f"bisect: in run {len(self.runs) + 1}, {what} {listed(rules)}".strip())
             raise
@@ -239,10 +238,10 @@ class _Search:
             self.progress(run)
         return run
 
-    def _judge(self, out: Any) -> tuple[float | None, bool, str]:
+    def _judge(self, results: list[Any]) -> tuple[float | None, bool, str]:
         """The error, whether the check passes, and the result that has this error."""
         if callable(self.check):
-            verdict: Any = self.check(out)
+            verdict: Any = self.check(self.traced.output(results))
             dtype = getattr(verdict, "dtype", None)
             if not isinstance(verdict, bool) and (dtype != np.bool_ or np.shape(verdict)):
                 raise TypeError(
@@ -250,18 +249,18 @@ class _Search:
                     "or one element of an array of booleans"
                 )
             return None, bool(verdict), ""
-        found = self._floating(out)
+        found = self._floating(results)
         errors = list(map(normwise, found, self._reference))
         error = max(errors)
         worst = found[errors.index(error)].path if len(errors) > 1 and error else ""
         return error, error <= float(self.check), worst
 
-    def _floating(self, out: list[Any]) -> list[Leaf]:
+    def _floating(self, results: list[Any]) -> list[Leaf]:
         """The floating and complex results and updates, with their paths."""
         paths = itertools.chain(self.traced.result_paths(), itertools.repeat("a reference"))
         inexact = [
             (path, x)
-            for path, x in zip(paths, out, strict=False)
+            for path, x in zip(paths, results, strict=False)
             if jnp.issubdtype(x.dtype, jnp.inexact)
         ]
         if not inexact:

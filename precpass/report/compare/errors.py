@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jax.experimental import multihost_utils
 
 from precpass import jaxpr as ir
-from precpass.jit.arguments import Declared, arguments, copied, dynamic_leaves, unwrapped
+from precpass.jit.arguments import Declared, copied, dynamic_leaves, unwrapped
 from precpass.jit.nnx import has_nodes
 from precpass.jit.region import current, use_policy
 from precpass.jit.traced import rewritten
@@ -246,8 +246,7 @@ def on_arrays(
         The function, its operands, and a list of the leaves of its results, which is filled when
         the function is traced.
     """
-    wrapped = arguments(declared, name, args, kwargs)
-    operands, put = dynamic_leaves(declared, *wrapped, keeps_numbers=False)
+    operands, put = dynamic_leaves(declared, name, args, kwargs, keeps_numbers=False)
     result_leaves: list[Leaf] = []
 
     def call(*xs: Any) -> list[Any]:
