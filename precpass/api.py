@@ -13,7 +13,7 @@ from precpass import jaxpr as ir
 from precpass.devices.detect import committed_device, device_for, is_present, planned_for
 from precpass.devices.targets import abstract_on, check_places, target_of
 from precpass.jit.arguments import Declared
-from precpass.jit.functions import check_function, name_of, shown_name
+from precpass.jit.functions import check_function, check_options, name_of, shown_name
 from precpass.jit.mixed import Mixed
 from precpass.jit.region import current, keep, use_policy
 from precpass.jit.staged import AtArguments, in_two_steps, made_of_trace, owner_of
@@ -122,6 +122,8 @@ def auto_mixed(
     """
     if fn is not None:
         check_function(fn)
+    if jit_options:
+        check_options(jit_options)
     parsed = None if policy is None else PrecisionPolicy.parse(policy)
     pays = None if profitability is None else parse_option("profitability", profitability)
     if fn is None:

@@ -1,17 +1,21 @@
-"""Which functions can be called, and what they are named."""
+"""Which functions can be called, with which options, and what they are named."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import types
+from collections.abc import Iterable
 from typing import Any
+
+import jax
 
 from precpass import jaxpr as ir
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.presets import is_precision
 
-__all__ = ["check_function", "name_of", "shown_name"]
+__all__ = ["check_function", "check_options", "name_of", "shown_name"]
 
 
 def check_function(fn: Any) -> None:
@@ -39,6 +43,27 @@ def check_function(fn: Any) -> None:
             f"auto_mixed takes a function that returns arrays, not {fn!r}, whose body runs after "
             "its trace has ended: wrap the function that it calls"
         )
+
+
+# Read when the package is imported: a library or a test may put something else in the place of
+# `jax.jit` later, whose signature says nothing.
+JIT_OPTIONS = tuple(name for name in inspect.signature(jax.jit).parameters if name != "fun")
+
+
+def check_options(options: Iterable[str]) -> None:
+    """Checks the names of the options of `jax.jit`.
+
+    Raises:
+        TypeError: for an unknown one; the text lists the legal ones.
+    """
+    legal = ["policy", "profitability", *JIT_OPTIONS]
+    for name in options:
+        if name not in legal:
+            close = difflib.get_close_matches(name, legal, n=1)
+            hint = f"Did you mean {close[0]!r}? " if close else ""
+            raise TypeError(
+                f"auto_mixed has no option {name!r}. {hint}Legal are {', '.join(legal)}"
+            )
 
 
 def name_of(fn: Any) -> str:
