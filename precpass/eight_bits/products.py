@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import handed_on_operand
@@ -16,7 +18,7 @@ from precpass.plan.plan import Decision
 from precpass.plan.reasons import DecidedBy
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
-from precpass.policy.scopes import is_backward
+from precpass.policy.scopes import is_backward, is_differentiated
 
 __all__ = ["ScaledProducts", "is_derivative", "why_not_scaled"]
 
@@ -92,9 +94,8 @@ class ScaledProducts:
             scaled_cotangents=self._scaled_cotangents(body, eqn, scaled, is_by_size),
             summed_last=self._sums_last and not scaled.is_forward_only,
         )
-        if is_derivative(self._graph.scope_in(body, eqn)):
-            # A rule names lines, and the operands of a line's derivatives are others.
-            form = form._replace(largest=(None, None))
+        if form.largest != (None, None):
+            form = form._replace(largest=self._known(eqn, body, form.largest))
         return dataclasses.replace(decision, product=form)
 
     def _why_not(self, eqn: ir.Eqn, body: int, scaled: Precision, *, is_by_size: bool) -> str:
@@ -107,6 +108,23 @@ class ScaledProducts:
             return ""
         hint = ': to lower it, add with_weight_gradients("f8e4m3")' if self._asked is None else ""
         return f"it is the gradient of a weight{hint}"
+
+    def _known(self, eqn: ir.Eqn, body: int, largest: Sequence[float | None]) -> tuple[Any, Any]:
+        """The magnitudes of a rule that hold for a product's operands.
+
+        A rule names a line. The derivatives of the line have other operands, and so have several
+        layers other weights, which keep scales of their own.
+        """
+        if is_differentiated(self._graph.scope_in(body, eqn)):
+            return None, None
+        each = [list(_origin(self._graph, body, v, states=False)) for v in eqn.invars]
+        given = [None in makers for makers in each]
+        ready = [any(eqn and ir.dequantized_from(eqn) for eqn in makers) for makers in each]
+        lhs, rhs = (
+            most if not given[side] or ready[1 - side] else None
+            for side, most in enumerate(largest)
+        )
+        return lhs, rhs
 
     def _is_emulated(self, scaled: Precision) -> bool:
         """Whether XLA widens a scaled product on the device, as far as that is known."""
@@ -157,16 +175,27 @@ def is_given(graph: Graph, body: int, atom: ir.Atom) -> bool:
         body: the index of the value's body.
         atom: the value. A loop's state counts as what it is at first.
     """
+    return None in _origin(graph, body, atom, states=True)
+
+
+def _origin(graph: Graph, body: int, atom: ir.Atom, *, states: bool) -> Iterator[ir.Eqn | None]:
+    """The equations that move or cast a value on its way, and None if it is given to the program.
+
+    A loop's state counts as what it is at first, if `states` is true, or else as made by the loop.
+    """
     while not ir.is_literal(atom):
         if (maker := graph.maker(body, atom)) is not None:
             is_same = maker.primitive.name in _MARKS or ir.dequantized_from(maker)
             if not is_same and handed_on_operand(maker) is None:
-                return False
+                return
+            yield maker
             atom = maker.invars[0]
             continue
         first_call = next((row for row, _ in graph.callers[body]), None)
         outside = graph.outside(body, atom, first_call)
         if outside is None:
-            return True
+            yield None
+            return
+        if outside.is_state and not states:
+            return
         body, atom = outside.body, outside.atom
-    return False

@@ -36,14 +36,14 @@ def power_of_two_scale(largest: Any, most: Any) -> Any:
 
 
 def scale_for(largest: float, most: float, *, is_power: bool) -> float:
-    """The scale of numbers up to a magnitude that is known, at least 2^-100.
+    """The scale of numbers up to a magnitude that is known, at least 2^-60.
 
     Args:
         largest: the magnitude.
         most: the format's largest number.
         is_power: whether the scale is to be a power of two.
     """
-    share = max(largest / most, SMALLEST)
+    share = max(largest / most, 2.0**-60)  # of which the square is a number, too
     mantissa, exponent = math.frexp(share)
     return math.ldexp(1.0, exponent - (mantissa == 0.5)) if is_power else share
 

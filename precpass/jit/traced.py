@@ -193,6 +193,7 @@ def rewritten(
     policy = in_form(policy, plan.form)
     # A saved plan has no equations of custom rules, because these are traced in differentiation.
     unlocked = policy.with_lock(None) if policy.lock else policy
+    unlocked = unlocked.without_known_scales()
     place = place_of(jaxpr)
     of_device = place.platform, place.device_kind
 

@@ -203,7 +203,13 @@ class PolicyRequests:
     def unmatched(self) -> tuple[Rule, ...]:
         """The rules that matched no equation; large equations of a primitive need not be there."""
         others = (rule for rule in self._policy.rules if rule not in self._matched)
-        return tuple(r for r in others if set(r.patterns) != {"primitive", "min_flops"})
+        # A rule that `calibrate` wrote stands in the place of one that asked for 8 bits.
+        scaled = {rule.parsed for rule in self._matched if rule.largest}
+        return tuple(
+            r
+            for r in others
+            if set(r.patterns) != {"primitive", "min_flops"} and r.parsed not in scaled
+        )
 
     def saved_plan_warnings(self) -> Iterator[str]:
         """Warnings of equations that the graph or the saved plan lacks, and of gaps in its file."""

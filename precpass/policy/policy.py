@@ -278,6 +278,13 @@ class PrecisionPolicy:
         rule = Rule(primitive="dot_general", min_flops=MIN_FLOPS, precision=scaled)
         return dataclasses.replace(self, rules=(*rules, rule), alias="")
 
+    def without_known_scales(self) -> PrecisionPolicy:
+        """Return this policy with rules that say nothing of magnitudes (`Rule.largest`)."""
+        if not any(rule.largest for rule in self.rules):
+            return self
+        rules = (dataclasses.replace(rule, largest=None) for rule in self.rules)
+        return dataclasses.replace(self, rules=tuple(rules))
+
     def with_weight_gradients(self, precision: Precision | str | None) -> PrecisionPolicy:
         """Return this policy with weight gradients in "bf16" or "f8e4m3"; None is by device."""
         return self._with("weight_gradients", precision)

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import fnmatch
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -14,11 +13,22 @@ from precpass.policy.precision import Precision
 from precpass.policy.primitives import TABLE, OpKind
 from precpass.policy.scopes import called_scope
 
-__all__ = ["REDUCES", "WIRE", "EqnView", "Rule", "called_paths", "check_keys", "layers_around"]
+__all__ = [
+    "MOST_KNOWN",
+    "REDUCES",
+    "WIRE",
+    "EqnView",
+    "Rule",
+    "called_paths",
+    "check_keys",
+    "layers_around",
+]
 
 
 WIRE = "bf16 wire, f32 sum"
 """The `reduce` in which devices send terms in 16 bits, and each adds up its part in float32."""
+MOST_KNOWN = 1e20
+"""The largest magnitude of a rule. The product of two scales for it is finite in float32."""
 REDUCES = {
     "auto": "gradients of weights in float32, other sums as their products' results",
     "f32": "every sum between devices",
@@ -119,8 +129,10 @@ class Rule:
             "bf16x3", "bf16x6" and "f32_exact" (docs/pages/explanation/float32.md).
         largest: for matrix products in 8 bits, the largest magnitudes of the two operands. Scales
             are then made for these, and not for the operands of each call, which saves a pass over
-            them: the kernel that makes a value can round it. Larger numbers become the largest one,
-            infinities too. Derivatives are scaled as without it. `calibrate` writes such rules.
+            them: the kernel that makes a value can round it. Numbers that a scale does not reach
+            become the largest one that it does, infinities too. Arguments of the program, such as
+            weights, keep scales of their own. So do derivatives, and all of a function that JAX
+            differentiated. `calibrate` writes such rules.
         evidence: why the rule exists, which a plan's reasons show. Comparing rules ignores it.
         reduce: the format of sums between devices there, as for `PrecisionPolicy.with_reduce`; None
             for the policy's.
@@ -259,10 +271,15 @@ def _glob(pattern: str, name: str) -> bool:
 def _magnitudes(given: Any, precision: Precision) -> tuple[float, float]:
     """The largest magnitudes of a product's operands, as a rule's `largest` gives them."""
     if not precision.is_scaled:
-        raise ValueError(f"Rule(largest={given!r}) is for products of 8 bits, not for {precision}")
+        legal = " and ".join(repr(p.value) for p in Precision if p.is_scaled)
+        raise ValueError(
+            f"Rule(largest={given!r}): the precision {precision} has no scales: {legal} have"
+        )
     is_pair = isinstance(given, (list, tuple)) and len(given) == 2
-    if not (is_pair and all(_is_flops(n) and math.isfinite(n) for n in given)):
-        raise ValueError(f"Rule(largest={given!r}): must be two finite numbers above 0")
+    if not (is_pair and all(_is_flops(n) and n <= MOST_KNOWN for n in given)):
+        raise ValueError(
+            f"Rule(largest={given!r}): must be two numbers above 0, up to {MOST_KNOWN:g}"
+        )
     return float(given[0]), float(given[1])
 
 

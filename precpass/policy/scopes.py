@@ -20,6 +20,7 @@ __all__ = [
     "escaped",
     "innermost_keep",
     "is_backward",
+    "is_differentiated",
     "is_fixed",
     "keep_scope",
 ]
@@ -68,6 +69,11 @@ def clean_scope(stack: str) -> str:
 def is_backward(stack: str) -> bool:
     """Whether a name stack is one of a backward pass, as JAX's transposition marks it."""
     return "transpose(" in stack
+
+
+def is_differentiated(stack: str) -> bool:
+    """Whether a name stack is one of a function that JAX differentiated, in any mode."""
+    return "jvp(" in stack or is_backward(stack)
 
 
 def keep_scope(precision: Precision) -> str:

@@ -66,8 +66,8 @@ def _quantized(env: Env, eqn: ir.Eqn, form: Bilinear) -> tuple[list[Any], list[A
     lhs, rhs = (kept(*dims) for dims in zip(ndims, *numbers, strict=True))
     behind = (lhs, rhs), numbers[1]
     forward, backward = (
-        roundings(form.scaled, each, ndims, is_last=form.summed_last, largest=form.largest)
-        for each in (numbers, behind)
+        roundings(form.scaled, each, ndims, is_last=form.summed_last, largest=largest)
+        for each, largest in ((numbers, form.largest), (behind, (None, None)))
     )
     copies = [env.quantized_copy(v, r) for v, r in zip(eqn.invars, forward, strict=True)]
     readers = zip(eqn.invars, backward, form.rounded, strict=True)

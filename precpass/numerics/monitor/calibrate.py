@@ -7,7 +7,7 @@ import functools
 import glob
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -15,7 +15,6 @@ import ml_dtypes
 from precpass import jaxpr as ir
 from precpass.analysis.sizes import flops
 from precpass.api import mixed_of
-from precpass.eight_bits.products import is_derivative
 from precpass.jit.staged import Staged, owner_of
 from precpass.jit.traced import Traced
 from precpass.numerics.given import is_real
@@ -28,8 +27,8 @@ from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.presets import AlwaysF32
 from precpass.policy.primitives import TABLE, OpKind
-from precpass.policy.rules import Rule
-from precpass.policy.scopes import clean_scope, join_scopes
+from precpass.policy.rules import MOST_KNOWN, Rule
+from precpass.policy.scopes import clean_scope, is_differentiated, join_scopes
 from precpass.policy.warned import PrecisionWarning, quietly
 from precpass.units import a_value, counted, listed
 
@@ -57,13 +56,14 @@ def calibrate(
     - A `safety`-th of any other nonzero number is less than half the format's smallest subnormal
       number, and so rounds to zero.
 
-    A forward matrix product that the policy runs in 8 bits gets a rule with `safety` times the
-    largest magnitudes of its operands (`Rule.largest`). Its scales are then numbers, and no call
-    looks for them. Products of one line share a rule.
+    A matrix product that the policy runs in 8 bits, and that is no part of a derivative, gets a
+    rule with `safety` times the largest magnitudes of its operands (`Rule.largest`). Its scales are
+    then numbers, and no call looks for them. Products of one line share a rule.
 
-    You can merge several runs: calibrate the result with more batches, or add the rules of one to
-    the other, `policy.with_rules(*other.rules)`. An equation that any run keeps in float32 stays
-    so. Under `use_policy(None)` and `PRECPASS=off` the rules are the same.
+    You can merge several runs: calibrate the result with more batches. An equation that any run
+    keeps in float32 stays so, and scales are for the largest magnitudes of all. Rules that only
+    keep equations in float32 can be added, too: `policy.with_rules(*other.rules)`. Under
+    `use_policy(None)` and `PRECPASS=off` the rules are the same.
 
     Args:
         fn: as for `auto_mixed`; the whole `jax.grad(loss)` if that is what will run.
@@ -123,7 +123,7 @@ def calibrate(
             ranges[key] = _joined(ranges[key], seen) if key in ranges else seen
             if seen.is_birth:
                 unsound.setdefault(key, seen)
-            if seen.runs and not is_derivative(seen.place.scope):
+            if seen.runs and not is_differentiated(seen.place.scope):
                 tops[key] = _larger(seen, tops.get(key, (0.0, 0.0)))
         count += 1
     if not count:
@@ -134,12 +134,10 @@ def calibrate(
     for key, low in planned.items():
         if key in ranges and (why := _evidence(low, ranges[key], float(safety))):
             rules.append(_rule(key, why, low.native))
-        elif low.scaled and all(tops.get(key, (0.0, 0.0))):
-            lhs, rhs = tops[key]
-            rule = _rule(key, f"operands reach {lhs:.3g} and {rhs:.3g}", low.scaled)
-            largest = lhs * float(safety), rhs * float(safety)
-            rules.append(dataclasses.replace(rule, largest=largest, min_flops=low.min_flops))
-    return parsed.with_rules(*rules)
+        elif low.known and all(tops.get(key, (0.0, 0.0))):
+            rules.append(_with_scales(key, low.known, tops[key], float(safety), parsed.rules))
+    older = tuple(old for old in parsed.rules if not any(_is_same(old, rule) for rule in rules))
+    return dataclasses.replace(parsed, rules=(*rules, *older))
 
 
 _RECORDER = Recorder(reads=True)
@@ -162,6 +160,20 @@ class _Key(NamedTuple):
     source: ir.Source
 
 
+class _Known(NamedTuple):
+    """Products in 8 bits whose scales may be known ahead of time.
+
+    Attributes:
+        precision: their format.
+        operations: the FLOPs of the smallest one.
+        is_order: whether a rule or a region orders 8 bits for them, whatever their size.
+    """
+
+    precision: Precision
+    operations: float
+    is_order: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class _Low:
     """The roundings that a plan has at an equation.
@@ -171,16 +183,14 @@ class _Low:
         native: the format in which it was written.
         computes: the low format of its operands; None if they are not rounded.
         stores: the low format of its results; None if they are not rounded.
-        scaled: the format of 8 bits in which a forward product multiplies; None for any other.
-        min_flops: the FLOPs of such a product, if no rule orders 8 bits for it, else None.
+        known: how a product that nothing differentiates multiplies in 8 bits; None for any other.
     """
 
     kind: OpKind
     native: Precision
     computes: Precision | None
     stores: Precision | None
-    scaled: Precision | None = None
-    min_flops: float | None = None
+    known: _Known | None = None
 
     @property
     def sums_in(self) -> Precision | None:
@@ -215,13 +225,12 @@ def _walk(
         low, stores = (_first_low(native, of) for of in ((computes,), decision.stored))
         if low or stores:
             key, scaled = _Key(name, clean_scope(inside), source), decision.product.scaled
-            if is_derivative(inside):  # A line's forward product stands before its derivatives.
-                before = found.get(key)
-                scaled, least = (before.scaled, before.min_flops) if before else (None, None)
-            else:
-                is_order = decision.decided_by is not DecidedBy.PRESET
-                least = None if is_order else float(flops(eqn))
-            found[key] = _Low(decision.kind, native, low, stores, scaled, least)
+            known = found[key].known if key in found else None
+            if scaled is not None and not is_differentiated(inside):
+                # The line, or another batch, may have a smaller product.
+                operations = min(float(flops(eqn)), known.operations if known else math.inf)
+                known = _Known(scaled, operations, decision.decided_by is not DecidedBy.PRESET)
+            found[key] = _Low(decision.kind, native, low, stores, known)
 
 
 def _first_low(native: Precision, precisions: Iterable[Precision | None]) -> Precision | None:
@@ -307,6 +316,25 @@ def _rule(key: _Key, evidence: str, native: Precision) -> Rule:
         precision=native,
         evidence=evidence,
     )
+
+
+def _with_scales(
+    key: _Key, known: _Known, tops: tuple[float, float], safety: float, before: Sequence[Rule]
+) -> Rule:
+    """The rule for a product's scales, which joins an earlier one for the same equations."""
+    rule = _rule(key, f"operands reach {tops[0]:.3g} and {tops[1]:.3g}", known.precision)
+    same = next((old for old in before if _is_same(old, rule)), None)
+    each = zip(tops, same.largest if same and same.largest else (0.0, 0.0), strict=True)
+    lhs, rhs = (min(max(top * safety, earlier), MOST_KNOWN) for top, earlier in each)
+    least = min(known.operations, (same and same.min_flops) or math.inf)
+    least = None if known.is_order and not (same and same.min_flops) else least
+    return dataclasses.replace(rule, largest=(lhs, rhs), min_flops=least)
+
+
+def _is_same(old: Rule, new: Rule) -> bool:
+    """Whether two rules have scales for the same equations."""
+    same = {**old.patterns, "min_flops": None} == {**new.patterns, "min_flops": None}
+    return same and bool(old.largest) and old.parsed is new.parsed
 
 
 def _complaints(

@@ -340,10 +340,17 @@ class _Assignment:
 
     @functools.cached_property
     def _in_float8(self) -> set[int]:
-        """The rows of the products that are float8 in every plan of their body."""
-        pairs = self._decisions.items()
-        float8 = Precision.F8E4M3
-        return {row for row, each in pairs if all(d.product.scaled is float8 for d in each)}
+        """The rows of the products that are float8 in every plan of their body.
+
+        Those with known scales round their operands themselves.
+        """
+        pairs, known = self._decisions.items(), (None, None)
+        return {
+            row
+            for row, each in pairs
+            if all(d.product.scaled is Precision.F8E4M3 for d in each)
+            and all(d.product.largest == known for d in each)
+        }
 
     def _what_is_saved(self, values: StorageClass) -> str:
         """The memory that storing a class in 16 bits saves, and what reads it, in words."""
