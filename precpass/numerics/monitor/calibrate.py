@@ -56,9 +56,9 @@ def calibrate(
     - A `safety`-th of any other nonzero number is less than half the format's smallest subnormal
       number, and so rounds to zero.
 
-    A matrix product that the policy runs in 8 bits, and that is no part of a derivative, gets a
-    rule with `safety` times the largest magnitudes of its operands (`Rule.largest`). Its scales are
-    then numbers, and no call looks for them. Products of one line share a rule.
+    A matrix product that the policy runs in 8 bits gets a rule with `safety` times the largest
+    magnitudes of its operands (`Rule.largest`), unless JAX differentiated it. Its scales are then
+    numbers, and no call looks for them. Products of one line share a rule.
 
     You can merge several runs: calibrate the result with more batches. An equation that any run
     keeps in float32 stays so, and scales are for the largest magnitudes of all. Rules that only
