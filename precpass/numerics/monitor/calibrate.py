@@ -130,12 +130,7 @@ def calibrate(
         raise ValueError("calibrate: there are no batches: give at least one tuple of arguments")
     for text in _complaints(planned, ranges, unsound):
         warnings.warn(text, PrecisionWarning, stacklevel=2)
-    rules: list[Rule] = []
-    for key, low in planned.items():
-        if key in ranges and (why := _evidence(low, ranges[key], float(safety))):
-            rules.append(_rule(key, why, low.native))
-        elif low.known and all(tops.get(key, (0.0, 0.0))):
-            rules.append(_with_scales(key, low.known, tops[key], float(safety), parsed.rules))
+    rules = _rules(planned, ranges, tops, float(safety), parsed.rules)
     older = tuple(old for old in parsed.rules if not any(_is_same(old, rule) for rule in rules))
     return dataclasses.replace(parsed, rules=(*rules, *older))
 
@@ -303,6 +298,23 @@ def _vanishes(what: str, smallest: float, low: Precision, safety: float) -> str:
         return ""
     less = "" if smallest > _LEAST else " or less"
     return f"{what} come down to {smallest:.3g}{less}, and {low} to {least:.3g}"
+
+
+def _rules(
+    planned: dict[_Key, _Low],
+    ranges: dict[_Key, Seen],
+    tops: dict[_Key, tuple[float, float]],
+    safety: float,
+    before: Sequence[Rule],
+) -> list[Rule]:
+    """The rules for what leaves the range of its format, and for what may have known scales."""
+    rules: list[Rule] = []
+    for key, low in planned.items():
+        if key in ranges and (why := _evidence(low, ranges[key], safety)):
+            rules.append(_rule(key, why, low.native))
+        elif low.known and all(tops.get(key, (0.0, 0.0))):
+            rules.append(_with_scales(key, low.known, tops[key], safety, before))
+    return rules
 
 
 def _rule(key: _Key, evidence: str, native: Precision) -> Rule:
