@@ -169,7 +169,7 @@ class Mismatch:
     @property
     def remedy(self) -> str | None:
         """How to change their precision; None if nobody would want to."""
-        is_low = any(str(p) == self.compute for p in Precision if p.is_low)
+        is_low = any(str(p) == self.compute for p in Precision if p.is_low or p.is_scaled)
         return self.reason.remedy(is_low=is_low)
 
     def __str__(self) -> str:
@@ -227,7 +227,8 @@ def _mismatches(found: list[tuple[Named, str]]) -> tuple[Mismatch, ...]:
         operands = tuple(map(str, info.operands))
         site = info.site
         place = site.source, site.module, clean_scope(scope), info.primitive, operands
-        times[Mismatch(*place, str(decision.compute), wanted, decision.reason)] += 1
+        runs_in = decision.product.scaled or decision.compute
+        times[Mismatch(*place, str(runs_in), wanted, decision.reason)] += 1
     return tuple(dataclasses.replace(one, times=n) for one, n in times.items())
 
 

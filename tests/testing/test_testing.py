@@ -330,3 +330,10 @@ def test_a_plan_is_expected_of_a_target(tmp_path: Path):
         assert_plan(fn, args, tmp_path / "h100.precision.json")
     with pytest.raises(ValueError, match="unknown target 'b300'"):
         assert_precision(fn, args, {"max": "bf16"}, target="b300")
+
+
+def test_a_product_in_8_bits_is_named_by_its_own_format(tmp_path: Path):
+    args = jnp.ones((256, 256)), jnp.ones((256, 256))
+    pp.inspect(jnp.dot, "AutoMixedF8")(*args).plan.save(tmp_path / "plan.json")
+    with pytest.raises(AssertionError, match="in int8, not f8e4m3 as it was saved"):
+        pp.testing.assert_plan(jnp.dot, args, tmp_path / "plan.json", policy="AutoMixedInt8")
