@@ -28,10 +28,10 @@ MAX_FOLDER_LINES = {
     "measure": 1_550,
     "numerics": 4_955,
     "plan": 1_420,
-    "planner": 3_165,
+    "planner": 3_175,
     "policy": 2_155,
     "report": 4_015,
-    "rewrite": 1_750,
+    "rewrite": 1_755,
     "testing": 425,
     "view": 3_705,
 }

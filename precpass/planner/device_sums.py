@@ -102,12 +102,14 @@ class DeviceSums:
         return self._copies_to_products(body, row)
 
     def _adds_products(self, body: int, row: int) -> bool:
-        """Whether an equation adds up results of low products, and nothing needs their digits."""
+        """Whether an equation adds up results of low products, and nothing needs their digits.
+
+        Gradients may be returned or subtracted, also where you add them up yourself.
+        """
         eqn, digits = self.graph.eqns[row], self._digits
         needed = any(digits.digits_of(body, v) & _NEEDED for v in eqn.outvars)
-        if needed and not is_derivative(self.graph.scope(row)):
-            return False
-        return all(self._is_made_by_products(body, v) for v in eqn.invars)
+        of_derivatives = needed and not is_derivative(self.graph.scope(row))
+        return all(self._is_made_by_products(body, v, of_derivatives) for v in eqn.invars)
 
     def _copies_to_products(self, body: int, row: int) -> bool:
         """Whether the derivative of a program without one will add up results of low products."""
@@ -117,15 +119,25 @@ class DeviceSums:
         names = [v for v in (*eqn.invars, *eqn.outvars) if not ir.is_literal(v)]
         return any(self._readers.readers_of(body, v).low for v in names)
 
-    def _is_made_by_products(self, body: int, atom: ir.Atom) -> bool:
-        """Whether a value is the result of a low product, moved or scaled, or a sum with one."""
+    def _is_made_by_products(self, body: int, atom: ir.Atom, of_derivatives: bool) -> bool:
+        """Whether a value is the result of a low product, moved or scaled, or a sum with one.
+
+        Args:
+            body: of the value.
+            atom: the value.
+            of_derivatives: whether only a product of a derivative counts; a loop may add it up.
+        """
 
         def before(body: int, atom: ir.Atom) -> _Names | None:
             row = self.graph.row_of_maker(body, atom)
-            if row in self._products:
+            if row is None:
+                return []
+            is_derived = not of_derivatives or is_derivative(self.graph.scope(row))
+            if row in self._products and is_derived:
                 return None
-            invars = [] if row is None else self.graph.eqns[row].invars
-            return [(v, body) for v in invars if self._hands_on(row, v)]
+            is_sum = of_derivatives and self.graph.primitives[row] == "add"
+            invars = self.graph.eqns[row].invars
+            return [(v, body) for v in invars if is_sum or self._hands_on(row, v)]
 
         return self._reaches(body, atom, before, forward=False)
 

@@ -27,7 +27,14 @@ def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
     assert low is not None
     row = op(eqn.primitive.name)
     if decision.device_sum is not None and not decision.device_sum.of_cotangents:
-        return _sent_low(env, eqn, decision.device_sum)
+        results = _sent_low(env, eqn, decision.device_sum)
+        if decision.device_sum.dim is None:
+            return results
+        # The transpose of an exchange in bfloat16 would add up in bfloat16.
+        wide = env.build.bind(eqn, [env.read(v) for v in eqn.invars])
+        return [
+            env.build.rounded(env.build.detach(x), w) for x, w in zip(results, wide, strict=True)
+        ]
     if gathered_operand(eqn) is not None:
         return [env.as_(_gathered(env, eqn, low), low)]
     if spreads(eqn):
