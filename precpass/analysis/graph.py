@@ -221,8 +221,8 @@ class Graph:
         Args:
             body: the body.
             atom: the value.
-            call: the row of the call; None for the only one, so that there is no name if there
-                are several.
+            call: the row of the call; None if the body has one call only. A body with several
+                calls has no name outside then.
         """
         callers = [each for each in self.callers[body] if call in (None, each[0])]
         invars = ir.open_jaxpr(self.bodies[body].jaxpr).invars

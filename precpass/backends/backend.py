@@ -22,8 +22,8 @@ class Backend(NamedTuple):
             and what reads it counts as reading the state. A TPU's compiler casts a stack by itself
             if all of its readers do.
         writes_windows: whether fusions write what is picked from windows, as a max pooling does.
-            A v5e has no arithmetic in bfloat16: the gradient of two convolutions with a pooling
-            between them would take 1.0 of by hand's cycles, and takes 0.8.
+            It is false for a v5e, which has no arithmetic in bfloat16. The gradient of two
+            convolutions around a pooling takes 0.8 of by hand's cycles there, and with this 1.0.
         joins_softmax: whether one kernel computes the scores of an attention, their maximum, the
             exponentials and their sum, and writes the last two, if it need not round the scores
             before. The gradient of a decoder then takes 0.86 of the cycles that it takes with

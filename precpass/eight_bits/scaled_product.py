@@ -151,10 +151,10 @@ class Rounding:
         return [(wide * inverse).astype(self.precision.dtype), scale]
 
     def _by_known_scale(self, x: Any, largest: float) -> list[Any]:
-        """The array rounded by a scale that is a number, which the kernel that makes it can do.
+        """The array rounded by a scale that does not depend on it.
 
-        A power of two rounds nothing, so a bfloat16 array is scaled as it is. XLA then finds the
-        form of a product with a result of 8 bits.
+        XLA makes this a part of the kernel before, if a bfloat16 array is scaled in bfloat16 and
+        not in float32. float8's scales allow it: multiplying by a power of two rounds nothing.
         """
         is_int8, most = self.precision is Precision.INT8, float(self.precision.max)
         scale = scale_for(largest, most, is_power=not is_int8)

@@ -23,7 +23,7 @@ from precpass.plan.plan import Action, Plan
 from precpass.plan.reasons import DecidedBy
 from precpass.planner.planner import distinguish, make_plan
 from precpass.policy.float16 import warn_of_unscaled_gradient
-from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.policy import PrecisionPolicy, without_known_scales
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import Rule, layers_around
@@ -191,14 +191,14 @@ def rewritten(
     """A jaxpr rewritten under a plan (the same one if nothing changes), and its rewriter."""
     said = set(plan.notes)
     policy = in_form(policy, plan.form)
-    # A saved plan has no equations of custom rules, because these are traced in differentiation.
-    unlocked = policy.with_lock(None) if policy.lock else policy
-    unlocked = unlocked.without_known_scales()
+    # Custom rules are traced in differentiation: a saved plan has none of their equations, and
+    # magnitudes that a calibration saw are not those of their operands.
+    of_rules = without_known_scales(policy.with_lock(None) if policy.lock else policy)
     place = place_of(jaxpr)
     of_device = place.platform, place.device_kind
 
     def plan_rule(rule: Any, scope: str, border: Border) -> Plan:
-        its_plan = make_plan(rule, unlocked, scope, (), border, *of_device)
+        its_plan = make_plan(rule, of_rules, scope, (), border, *of_device)
         for text in its_plan.notes:
             if text not in said:
                 said.add(text)

@@ -6,8 +6,8 @@ is the derivative of an equation that copies a weight to all devices, or moves a
 ring. Elsewhere XLA's partitioner adds up the results of products in the format that they have
 (`planner.result_formats`).
 
-A loss, a norm or a mean is no such sum, and stays in float32. So does a sum in the forward pass
-that leaves the program, or of which a reader needs the digits.
+Losses, norms and means stay in float32. A sum in the forward pass does, too, if the program returns
+it or if a reader needs its digits.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ __all__ = [
     "cast_leaves",
     "parse_option",
     "plain_options",
+    "without_known_scales",
 ]
 
 SUFFIX = ".toml"
@@ -235,13 +236,16 @@ class PrecisionPolicy:
         return self._with("results", results)
 
     def with_reduce(self, reduce: str) -> PrecisionPolicy:
-        """Return this policy with sums between devices in "auto", "f32", "bf16", or over a wire.
+        """Return this policy with another format in which devices add up results of products.
 
-        Only sums of what bfloat16 matrix products made are concerned. With "auto" the gradients of
-        weights are added up in float32, and partial sums of other products in the format of their
-        results. "f32" adds up every sum in float32: no product has a 16-bit result. "bf16" adds up
-        gradients of weights in bfloat16 too. "bf16 wire, f32 sum" sends the terms in bfloat16 and
-        adds them up in float32, in `jax.shard_map`; elsewhere it is "auto".
+        - "auto": gradients of weights in float32, and other sums in the format of the product's
+          result.
+        - "f32": all in float32. No matrix product has a 16-bit result then.
+        - "bf16": gradients of weights in bfloat16 too.
+        - "bf16 wire, f32 sum": in a `jax.shard_map` the terms are sent in bfloat16, and each device
+          adds up a part of them in float32. Elsewhere it is "auto".
+
+        It is for sums of what bfloat16 matrix products made. A loss or a norm stays in float32.
 
         Examples:
             >>> from precpass import AutoMixedBf16
@@ -277,13 +281,6 @@ class PrecisionPolicy:
             raise ValueError(f"scaled = {precision!r}: the other products are bf16, not {others}")
         rule = Rule(primitive="dot_general", min_flops=MIN_FLOPS, precision=scaled)
         return dataclasses.replace(self, rules=(*rules, rule), alias="")
-
-    def without_known_scales(self) -> PrecisionPolicy:
-        """Return this policy with rules that say nothing of magnitudes (`Rule.largest`)."""
-        if not any(rule.largest for rule in self.rules):
-            return self
-        rules = (dataclasses.replace(rule, largest=None) for rule in self.rules)
-        return dataclasses.replace(self, rules=tuple(rules))
 
     def with_weight_gradients(self, precision: Precision | str | None) -> PrecisionPolicy:
         """Return this policy with weight gradients in "bf16" or "f8e4m3"; None is by device."""
@@ -472,6 +469,14 @@ class PrecisionPolicy:
         from precpass.view.pages import policy_page
 
         return policy_page(self)
+
+
+def without_known_scales(policy: PrecisionPolicy) -> PrecisionPolicy:
+    """A policy whose rules say nothing of magnitudes (`Rule.largest`)."""
+    if not any(rule.largest for rule in policy.rules):
+        return policy
+    rules = (dataclasses.replace(rule, largest=None) for rule in policy.rules)
+    return dataclasses.replace(policy, rules=tuple(rules))
 
 
 OPTIONS = {

@@ -24,7 +24,6 @@ __all__ = [
     "layers_around",
 ]
 
-
 WIRE = "bf16 wire, f32 sum"
 """The `reduce` in which devices send terms in 16 bits, and each adds up its part in float32."""
 MOST_KNOWN = 1e20
@@ -127,12 +126,11 @@ class Rule:
             plan and products whose results are needed exactly override it.
         precision: "f64", "f32", "bf16", "f16" or a `Precision`; for matrix products also "tf32",
             "bf16x3", "bf16x6" and "f32_exact" (docs/pages/explanation/float32.md).
-        largest: for matrix products in 8 bits, the largest magnitudes of the two operands. Scales
-            are then made for these, and not for the operands of each call, which saves a pass over
-            them: the kernel that makes a value can round it. Numbers that a scale does not reach
-            become the largest one that it does, infinities too. Arguments of the program, such as
-            weights, keep scales of their own. So do derivatives, and all of a function that JAX
-            differentiated. `calibrate` writes such rules.
+        largest: for matrix products in 8 bits, the largest magnitudes of the two operands, as
+            `calibrate` writes them. The scales are made for these instead of for the operands of
+            each call, so no call looks for the largest magnitude. Larger numbers become the largest
+            one that the scale reaches, infinities too. Arguments of the program, such as weights,
+            have scales of their own, and a function that JAX differentiates has one for each call.
         evidence: why the rule exists, which a plan's reasons show. Comparing rules ignores it.
         reduce: the format of sums between devices there, as for `PrecisionPolicy.with_reduce`; None
             for the policy's.
@@ -271,10 +269,8 @@ def _glob(pattern: str, name: str) -> bool:
 def _magnitudes(given: Any, precision: Precision) -> tuple[float, float]:
     """The largest magnitudes of a product's operands, as a rule's `largest` gives them."""
     if not precision.is_scaled:
-        legal = " and ".join(repr(p.value) for p in Precision if p.is_scaled)
-        raise ValueError(
-            f"Rule(largest={given!r}): the precision {precision} has no scales: {legal} have"
-        )
+        legal = " or ".join(repr(p.value) for p in Precision if p.is_scaled)
+        raise ValueError(f"Rule(largest={given!r}) needs precision {legal}, not {str(precision)!r}")
     is_pair = isinstance(given, (list, tuple)) and len(given) == 2
     if not (is_pair and all(_is_flops(n) and n <= MOST_KNOWN for n in given)):
         raise ValueError(

@@ -267,3 +267,27 @@ def test_always_f32_undoes_the_dtype_that_a_model_was_given():
     got = pp.auto_mixed(by_hand.apply, policy=pp.AlwaysF32)(variables, X, X)
     want = plain.apply(variables, X, X)
     assert_leaves_near(got.astype(jnp.float32), want, pp.types.Precision.BF16.unit_roundoff)
+
+
+def test_layers_with_a_float8_of_their_own_run_unchanged():
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            for _ in range(2):
+                dense = nn.Dense(32, dtype=jnp.bfloat16, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+                x = nn.relu(dense(x))
+            return x
+
+    layers = Layers()
+    variables = parameters(lambda: layers.init(KEY, X))
+
+    def loss(variables: Any, x: Any) -> Any:
+        return jnp.square(layers.apply(variables, x).astype(jnp.float32)).mean()
+
+    def formats(jaxpr: Any) -> list[str]:
+        return sorted(str([v.aval.dtype for v in eqn.invars]) for eqn in products(jaxpr))
+
+    gradient = jax.grad(loss, allow_int=True)
+    assert_leaves_near(pp.auto_mixed(gradient)(variables, X), jax.jit(gradient)(variables, X), 0.0)
+    inspection = look(gradient, "AutoMixedBf16", variables, X)
+    assert formats(inspection.after) == formats(inspection.before)
